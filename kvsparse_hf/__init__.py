@@ -1,0 +1,42 @@
+"""kvsparse_hf: sparse key/value caches for Hugging Face Transformers, inside an unmodified `generate()`."""
+
+from .cache import SparseCache
+from .errors import (
+    BudgetError,
+    KVSparseError,
+    OptionError,
+    PresetError,
+    UnsupportedModelError,
+    UnsupportedOperationError,
+)
+from .hf.attention import detach
+from .methods import FullCache, SnapKVCache, StreamingLLMCache
+from .presets import list_presets, load_preset
+from .registry import get_method, list_methods, register_method
+from .report import CacheReport
+from .usage import disable, enable, use
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "BudgetError",
+    "CacheReport",
+    "FullCache",
+    "KVSparseError",
+    "OptionError",
+    "PresetError",
+    "SnapKVCache",
+    "SparseCache",
+    "StreamingLLMCache",
+    "UnsupportedModelError",
+    "UnsupportedOperationError",
+    "detach",
+    "disable",
+    "enable",
+    "get_method",
+    "list_methods",
+    "list_presets",
+    "load_preset",
+    "register_method",
+    "use",
+]

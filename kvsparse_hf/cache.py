@@ -1,0 +1,256 @@
+"""`SparseCache`: a Transformers cache whose full-attention layers are ours."""
+
+import copy
+import json
+from pathlib import Path
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+from transformers import PretrainedConfig, PreTrainedModel
+from transformers.cache_utils import Cache
+
+from .errors import UnsupportedOperationError
+from .hf import compat, handoff
+from .hf.binding import Binding
+from .layers.base import SparseLayer
+from .layers.session import Session
+from .options import CommonOptions, parse_options
+from .report import CacheReport, make_report
+from .storage import load_cache, save_cache
+
+
+class SparseCache(Cache):
+    """Base of all caches of this library. Pass one to an unmodified `model.generate(past_key_values=cache)`.
+
+    Constructing a cache on a model switches that model's attention to `kvsparse` (`kvsparse_hf.detach` restores it);
+    other caches on the same model give exactly what they gave before.
+
+    Args:
+        model: a causal language model, or its config.
+        options: the method's options and the common ones (see `Options` of the class).
+
+    Attributes:
+        method: the name under which the method is registered.
+        paper: where it was published.
+        action: what happens to the tokens that do not stay: "evict", "offload", "quantize", "skip" or "none".
+        needs: what the scorer needs to see.
+        prefix_safe: whether a compressed prompt may be reused for another continuation, because the decision did not
+            depend on what came last.
+    """
+
+    method: ClassVar[str]
+    paper: ClassVar[str] = ""
+    action: ClassVar[str] = "none"
+    needs: ClassVar[str] = "nothing"
+    prefix_safe: ClassVar[bool] = True
+    Options: ClassVar[type[CommonOptions]] = CommonOptions
+
+    def __init__(self, model: PreTrainedModel | PretrainedConfig, **options: Any):
+        self.options = parse_options(self.Options, self.method, options)
+        self.binding = Binding.of(model)
+        layers = compat.layer_template(self.binding.config)
+        ours = [index for index, layer in enumerate(layers) if compat.is_full_attention_layer(layer)]
+        self.check_layers(layers)
+        self.session = Session(self.binding, len(ours))
+        self.prepare()
+        for index in ours:
+            layers[index] = self.make_layer(index)
+        super().__init__(layers=layers)
+        self._sparse = ours
+        self._room: int | None = None
+        self._step_prepared = False
+        self._growth = self.options.reserve
+
+    # --- what a method fills in ------------------------------------------------------------------------------------
+
+    def prepare(self) -> None:
+        """Runs once before the layers are made: reads plans, checks options against the model."""
+
+    def make_layer(self, layer_idx: int) -> SparseLayer:
+        """The layer object of one full-attention decoder layer."""
+        raise TypeError(f"{type(self).__name__} is abstract; construct one of kvsparse_hf.list_methods().")
+
+    def check_layers(self, layers: list) -> None:
+        """Refuses cache layers whose further state this library would ignore."""
+        compat.check_layer_kinds(layers, self.binding.config.model_type)
+
+    # --- Transformers' contract ------------------------------------------------------------------------------------
+
+    def update(self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args, **kwargs) -> tuple[Tensor, Tensor]:
+        """Takes the new keys and values of one layer, `[B, Hkv, T, D]`, and hands the layer to the attention function."""
+        if layer_idx >= len(self.layers):
+            raise UnsupportedOperationError(
+                f"layer {layer_idx} does not exist in this cache: it was made for a model with {len(self.layers)} layers."
+            )
+        if self.session.restart_pending:
+            self._restart(kwargs)
+        if not torch.compiler.is_compiling():
+            self._prepare_step(key_states.shape[2])
+            self._step_prepared = False
+        return super().update(key_states, value_states, layer_idx, *args, **kwargs)
+
+    def get_mask_sizes(self, query_length: int, layer_idx: int) -> tuple[int, int]:
+        """`(length, offset)` for the mask of a layer; also tells our mask function whose mask is being built."""
+        layer = self.layers[layer_idx] if layer_idx < len(self.layers) else None
+        ours = isinstance(layer, SparseLayer)
+        handoff.offer_mask(layer if ours else None)
+        if ours and not torch.compiler.is_compiling():
+            # `generate()` builds the masks outside the compiled step, which makes this the place to grow buffers.
+            self._step_prepared = False
+            self._prepare_step(query_length)
+        return super().get_mask_sizes(query_length, layer_idx)
+
+    def _prepare_step(self, query_length: int) -> None:
+        """Makes sure that a one-token step finds room, without asking the device more than once per `reserve` tokens."""
+        if self._step_prepared:
+            return
+        self._step_prepared = True
+        if query_length != 1:
+            self._room = None  # the coming forward changes it
+            return
+        if self._room is None or self._room < 1:
+            self._room = self._measure_room()
+        if self._room < 1:
+            for index in self._sparse:
+                self.layers[index].grow(self._growth)
+            self._room, self._growth = self._growth, self._growth * 2
+        self._room -= 1
+
+    def _measure_room(self) -> int:
+        rooms = [layer.open_room() for layer in self.sparse_layers if layer.is_initialized]
+        rooms = [room for room in rooms if room is not None]
+        return min(rooms) if rooms else 2**62
+
+    def _restart(self, update_kwargs: dict) -> None:
+        position_ids = (update_kwargs.get("kwargs") or {}).get("position_ids")
+        self.session.restart(position_ids)
+        for layer in self.layers:
+            layer.reset()
+        self._room = None
+
+    def reset(self) -> None:
+        """Forgets everything seen; buffers stay, so compiled graphs stay valid."""
+        super().reset()
+        self.session.reset()
+        self._room, self._step_prepared = None, False
+
+    def crop(self, tokens_to_remove: int) -> None:
+        """Takes back the newest tokens. As in the running version of Transformers, a negative number counts the tokens to
+        remove (and, before 5.16, a positive one is the length to keep).
+
+        Raises:
+            UnsupportedOperationError: where older tokens were overwritten or evicted and cannot come back.
+        """
+        if not self.session.clocks or self.session.batch is None:
+            return
+        seen = self.session.seen()
+        removed = self._tokens_to_remove(int(tokens_to_remove), seen)
+        if removed == 0:
+            return
+        if not self.is_croppable:
+            raise UnsupportedOperationError(
+                f"{type(self).__name__} cannot take tokens back: newer tokens replaced older ones in place. Use decode='grow' or "
+                "a method that evicts nothing."
+            )
+        if removed >= seen:
+            self.reset()
+            return
+        first_removed = seen - removed - self.session.pad
+        for layer in self.layers:
+            layer.crop(first_removed if isinstance(layer, SparseLayer) else -removed)
+        for clock in self.session.clocks.values():
+            clock.set(seen - removed, self.session.pad)
+        self._room = None
+
+    @staticmethod
+    def _tokens_to_remove(argument: int, seen: int) -> int:
+        if argument <= 0:
+            return -argument
+        if compat.CROP_IS_RELATIVE:
+            raise UnsupportedOperationError(f"crop({argument}): pass a negative number of tokens to remove.")
+        return max(seen - argument, 0)
+
+    @property
+    def is_croppable(self) -> bool:
+        """Whether `crop` can put the whole cache back as it was."""
+        return all(getattr(layer, "is_croppable", True) for layer in self.layers)
+
+    def activate_past_recording(self) -> None:
+        """Transformers is about to feed drafts that it may take back (assisted decoding, prompt lookup)."""
+        if not self.is_croppable:
+            raise UnsupportedOperationError(
+                f"{type(self).__name__} evicts in place while it decodes and cannot take drafts back; for assisted decoding use a "
+                "method that grows (decode='grow') or evicts nothing."
+            )
+        self.session.record_past = True
+        for layer in self.layers:
+            if hasattr(layer, "activate_past_recording"):
+                layer.activate_past_recording()
+
+    def reorder_cache(self, beam_idx: Tensor) -> None:
+        """Row `i` becomes what row `beam_idx[i]` was, in every layer."""
+        super().reorder_cache(beam_idx)
+        self._select_session(beam_idx)
+
+    def batch_select_indices(self, indices: Tensor) -> None:
+        """Keeps only the given rows."""
+        super().batch_select_indices(indices)
+        self._select_session(indices)
+
+    def batch_repeat_interleave(self, repeats: int) -> None:
+        """Repeats every row `repeats` times."""
+        super().batch_repeat_interleave(repeats)
+        if self.session.batch is not None:
+            self._select_session(torch.arange(self.session.batch).repeat_interleave(repeats))
+
+    def _select_session(self, index: Tensor) -> None:
+        if self.session.batch is not None:
+            self.session.select_batch(index)
+
+    @property
+    def batch_size(self) -> int:
+        """Rows held, -1 before the first forward."""
+        return -1 if self.session.batch is None else self.session.batch
+
+    # --- what a user touches ---------------------------------------------------------------------------------------
+
+    @property
+    def sparse_layers(self) -> list[SparseLayer]:
+        """The layers that are ours, in order."""
+        return [self.layers[index] for index in self._sparse]
+
+    def report(self) -> CacheReport:
+        """What the cache holds now. Waits for the device."""
+        session = self.session
+        seen = [] if session.batch is None else (session.seen() - session.pad).clamp(min=0).tolist()
+        return make_report(self.method, self.layers, seen)
+
+    def save(self, path: str | Path) -> None:
+        """Writes the cache to a folder (`cache.safetensors` and `cache.json`)."""
+        save_cache(self, Path(path))
+
+    @classmethod
+    def load(cls, path: str | Path, model: PreTrainedModel | PretrainedConfig, device: torch.device | str | None = None):
+        """Reads a saved cache back for the same model.
+
+        Args:
+            path: the folder `save` wrote.
+            model: the model, or its config.
+            device: where the tensors go; default: the device of the model's parameters, else the CPU.
+
+        Raises:
+            KVSparseError: a damaged file, or a cache of another model.
+        """
+        return load_cache(Path(path), model, device)
+
+    def fork(self) -> "SparseCache":
+        """An independent copy, to continue one prefix in several ways."""
+        return copy.deepcopy(self)
+
+    def option_dict(self) -> dict:
+        """The options as plain JSON values."""
+        return json.loads(self.options.model_dump_json())
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({', '.join(f'{k}={v!r}' for k, v in self.option_dict().items())})"

@@ -1,0 +1,1 @@
+"""The border with Transformers: nothing outside this folder touches its internals."""

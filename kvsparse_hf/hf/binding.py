@@ -1,0 +1,133 @@
+"""What a cache must know of its model, read once at construction and checked again at each forward."""
+
+from dataclasses import dataclass
+
+from transformers import AutoModelForCausalLM, AutoModelForMaskedLM, PretrainedConfig, PreTrainedModel
+
+from ..errors import UnsupportedModelError, UnsupportedOperationError
+from . import compat
+from .attention import attach, base_of, is_attached
+
+_WHY_ENCODER = "an encoder-decoder keeps a second, cross-attention cache that this library does not serve"
+
+
+@dataclass(eq=False)
+class Binding:
+    """The model a cache belongs to: its decoder config and the shape facts that identify it.
+
+    Attributes:
+        config: the decoder's config, shared with the model (attention is switched through it).
+        model_class: the class of the whole model, where it is known.
+        layers: decoder layers.
+        query_heads, kv_heads, head_dim: attention shape as the config states it (0 where it does not).
+    """
+
+    config: PretrainedConfig
+    model_class: type | None
+    layers: int
+    query_heads: int
+    kv_heads: int
+    head_dim: int
+
+    def __deepcopy__(self, memo: dict) -> "Binding":
+        # A forked cache still belongs to the same model; copying weights or config would break that.
+        return self
+
+    @classmethod
+    def of(cls, model: PreTrainedModel | PretrainedConfig) -> "Binding":
+        """Reads a model (or its config), refuses what cannot work, and switches its attention to ours."""
+        model = unwrap(model)
+        whole = getattr(model, "config", model)
+        if not isinstance(whole, PretrainedConfig):
+            raise UnsupportedModelError(f"expected a Transformers model or its config, got {type(model).__name__}.")
+        if getattr(whole, "is_encoder_decoder", False):
+            raise UnsupportedModelError(f"{whole.model_type}: {_WHY_ENCODER}.")
+        config = compat.text_config(whole)
+        model_class = type(model) if isinstance(model, PreTrainedModel) else _class_of(whole)
+        _check_decoder(config, model_class, model if isinstance(model, PreTrainedModel) else None)
+        _check_softcap(config)
+        attach(config)
+        query_heads = getattr(config, "num_attention_heads", 0) or 0
+        kv_heads = getattr(config, "num_key_value_heads", None) or query_heads
+        head_dim = getattr(config, "head_dim", None) or (config.hidden_size // query_heads if query_heads else 0)
+        return cls(config, model_class, config.num_hidden_layers, query_heads, kv_heads, head_dim)
+
+    def check_attached(self) -> None:
+        """Refuses to run once the model's attention was switched back."""
+        if not is_attached(self.config):
+            raise UnsupportedOperationError(
+                f"the model's attention is {self.config._attn_implementation!r}, not 'kvsparse': it was switched after this "
+                "cache was constructed. Construct a new cache on the model."
+            )
+
+    def check_config(self, config: PretrainedConfig | None) -> None:
+        """Refuses a forward of a model with another shape."""
+        if config is None or config is self.config:
+            return
+        names = ("model_type", "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "hidden_size", "head_dim")
+        for name in names:
+            mine, theirs = getattr(self.config, name, None), getattr(config, name, None)
+            if mine != theirs:
+                raise UnsupportedOperationError(
+                    f"this cache was made for a model with {name}={mine}, the running model has {theirs}; construct the cache "
+                    "on the model it is used with."
+                )
+
+    def check_heads(self, kv_heads: int, head_dim: int) -> None:
+        """Refuses keys of another model. Fewer heads are fine where they divide (tensor parallelism)."""
+        wrong_heads = self.kv_heads and (kv_heads > self.kv_heads or self.kv_heads % kv_heads)
+        if wrong_heads and kv_heads != self.query_heads:
+            raise UnsupportedOperationError(
+                f"this cache was made for a model with {self.kv_heads} key/value heads, got keys with {kv_heads}."
+            )
+
+    def fingerprint(self) -> dict:
+        """JSON facts that a saved cache must match when it is loaded."""
+        return {
+            "model_type": self.config.model_type,
+            "layers": self.layers,
+            "query_heads": self.query_heads,
+            "kv_heads": self.kv_heads,
+            "head_dim": self.head_dim,
+        }
+
+
+def unwrap(model):
+    """The Transformers model inside a PEFT adapter or a compiled wrapper."""
+    model = getattr(model, "_orig_mod", model)
+    get_base = getattr(model, "get_base_model", None)
+    return get_base() if callable(get_base) else model
+
+
+def _class_of(config: PretrainedConfig) -> type | None:
+    mapping = AutoModelForCausalLM._model_mapping
+    return mapping[type(config)] if type(config) in mapping else None
+
+
+def _check_decoder(config: PretrainedConfig, model_class: type | None, model: PreTrainedModel | None) -> None:
+    kind = config.model_type
+    # A type with a masked-language-model head is an encoder, unless it was switched to a decoder.
+    encoder = type(config) in AutoModelForMaskedLM._model_mapping and not getattr(config, "is_decoder", False)
+    if encoder or not getattr(config, "is_causal", True):
+        raise UnsupportedModelError(f"{kind} is not a causal decoder: its tokens attend to later ones.")
+    if model is not None and not model.can_generate():
+        raise UnsupportedModelError(f"{type(model).__name__} cannot generate; pass a causal language model.")
+    if model_class is not None and not getattr(model_class, "_supports_attention_backend", False):
+        raise UnsupportedModelError(
+            f"{model_class.__name__} does not route its attention through Transformers' AttentionInterface, so no cache can "
+            "see its queries."
+        )
+    if not getattr(config, "num_hidden_layers", 0):
+        raise UnsupportedModelError(f"{kind} has no decoder layers.")
+    if getattr(config, "num_kv_shared_layers", 0) or getattr(config, "kv_source_layers", None):
+        raise UnsupportedModelError(f"{kind} shares keys and values between layers; such models are not supported yet.")
+
+
+def _check_softcap(config: PretrainedConfig) -> None:
+    base = base_of(config)
+    if getattr(config, "attn_logit_softcapping", None) and base == "sdpa":
+        raise UnsupportedModelError(
+            f"{config.model_type} caps its attention logits, which 'sdpa' cannot do (some versions of Transformers ignore the "
+            "cap without a word); load the model with attn_implementation='eager' or 'flash_attention_2'."
+        )
+

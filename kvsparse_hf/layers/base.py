@@ -1,0 +1,257 @@
+"""The contract between Transformers and one full-attention decoder layer of ours."""
+
+from abc import abstractmethod
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+from transformers.cache_utils import CacheLayerMixin
+
+from ..errors import UnsupportedOperationError
+from ..hf import compat, handoff
+from ..hf.attention import base_attention
+from .session import Clock, Session
+from .store import RaggedStore, storage_bytes
+
+
+@dataclass(frozen=True)
+class AttentionCall:
+    """What one attention call fixes besides the tensors.
+
+    Attributes:
+        scale: factor on the logits.
+        softcap: cap on the logits (Gemma 2), 0 for none.
+        sinks: `[Hq]` learned extra logits in the softmax denominator (gpt-oss), or None.
+    """
+
+    scale: float
+    softcap: float = 0.0
+    sinks: Tensor | None = None
+
+    @classmethod
+    def of(cls, module: nn.Module, head_dim: int, kwargs: dict) -> "AttentionCall":
+        """Reads the keyword arguments of a Transformers attention call; refuses those we would have to ignore."""
+        for name in ("position_bias", "sliding_window"):
+            if kwargs.get(name) is not None:
+                raise UnsupportedOperationError(f"attention with {name} is not supported in a full-attention layer.")
+        if kwargs.get("dropout"):
+            raise UnsupportedOperationError("attention dropout is active; call model.eval() before generating.")
+        scale = kwargs.get("scaling")
+        if scale is None:
+            scale = getattr(module, "scaling", None) or head_dim**-0.5
+        return cls(float(scale), float(kwargs.get("softcap") or 0.0), kwargs.get("s_aux"))
+
+
+class SparseLayer(CacheLayerMixin):
+    """Base of our layers: counters, padding, the three kinds of forward, and Transformers' bookkeeping calls.
+
+    Subclasses implement `absorb` (what to do with a multi-token forward) and `decode` (a one-token step).
+    """
+
+    is_sliding = False
+    is_compileable = True
+    is_croppable = True
+    supports_early_init = False
+
+    def __init__(self, layer_idx: int, session: Session):
+        super().__init__()
+        self.layer_idx = layer_idx
+        self.session = session
+        self.device: torch.device | None = None
+        self.store: RaggedStore | None = None
+
+    # --- the forward -----------------------------------------------------------------------------------------------
+
+    def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
+        """Nothing to do ahead of time: buffers are sized by the prompt."""
+
+    def update(self, key_states: Tensor, value_states: Tensor, *args, **kwargs) -> tuple[Tensor, Tensor]:
+        """Hands this layer to the attention function and returns the new keys and values as they are.
+
+        Args:
+            key_states, value_states: `[B, Hkv, T, D]`, rotated.
+        """
+        session = self.session
+        session.binding.check_attached()
+        waiting = handoff.pending_attention()
+        if waiting is not None and waiting.session is session:
+            handoff.take_attention()
+            raise UnsupportedOperationError(
+                f"layer {waiting.layer_idx} of this model did not call the 'kvsparse' attention function; its attention was "
+                "switched, or the model does not use Transformers' AttentionInterface."
+            )
+        if not torch.compiler.is_compiling():
+            session.check_batch(key_states.shape[0])
+            session.binding.check_heads(key_states.shape[1], key_states.shape[3])
+        handoff.offer_attention(self)
+        return key_states, value_states
+
+    def attend(self, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, *args, **kwargs):
+        """One attention call of this layer. Shapes as in `kvsparse_attention_forward`; returns `([B, T, Hq, Dv], weights)`."""
+        if not self.is_initialized:
+            return self._first_forward(module, query, key, value, mask, *args, **kwargs)
+        call = AttentionCall.of(module, query.shape[-1], kwargs)
+        if query.shape[2] == 1:
+            clock = self.session.clock(key.device)
+            if clock.leader == self.layer_idx:
+                clock.advance(1)
+            out = self.decode(query[:, :, 0], key[:, :, 0], value[:, :, 0], clock, call)
+            return out.unsqueeze(1), None
+        return self._later_forward(query, key, value, call), None
+
+    @torch.compiler.disable
+    def _first_forward(self, module, query, key, value, mask, *args, **kwargs):
+        """The model's own attention over the prompt, bit for bit; then this layer takes what it keeps."""
+        call = AttentionCall.of(module, query.shape[-1], kwargs)
+        self.session.check_restart(kwargs.get("position_ids"))
+        self.session.begin(self.layer_idx, key, has_mask=mask is not None)
+        out = base_attention(module, query, key, value, mask, *args, **kwargs)
+        self.device = key.device
+        positions = torch.arange(key.shape[2], device=key.device) - self.session.clock(key.device).pad.unsqueeze(1)
+        pad = self.session.clock(key.device).pad.long().unsqueeze(1).expand(-1, key.shape[1])
+        self.absorb_prompt(query, key, value, positions.unsqueeze(1).expand(-1, key.shape[1], -1), pad, call)
+        self.is_initialized = True
+        return out
+
+    @torch.compiler.disable
+    def _later_forward(self, query: Tensor, key: Tensor, value: Tensor, call: AttentionCall) -> Tensor:
+        """Chunked prefill, a next turn, or a draft: attention over kept + new, then this layer takes the new tokens."""
+        clock = self.session.clock(key.device)
+        tokens = key.shape[2]
+        if clock.leader == self.layer_idx:
+            clock.advance(tokens)
+        positions = clock.newest.long().unsqueeze(1) + torch.arange(1 - tokens, 1, device=key.device)
+        pad = (-positions[:, 0]).clamp(0, tokens)  # leading new tokens that are still padding
+        return self.absorb_turn(query, key, value, positions, pad, call).transpose(1, 2).contiguous()
+
+    @abstractmethod
+    def absorb_prompt(self, query, key, value, positions, pad, call: AttentionCall) -> None:
+        """Takes the first forward's tokens. `positions`, `pad`: `[B, H, N]` and `[B, H]` leading padding."""
+
+    @abstractmethod
+    def absorb_turn(self, query, key, value, positions, pad, call: AttentionCall) -> Tensor:
+        """Attends `T` new tokens and takes them. `positions` `[B, T]`, `pad` `[B]`; returns `[B, Hq, T, Dv]`."""
+
+    @abstractmethod
+    def decode(self, query: Tensor, key: Tensor, value: Tensor, clock: Clock, call: AttentionCall) -> Tensor:
+        """One token: `query [B, Hq, D]`, `key`/`value [B, H, D]`; returns `[B, Hq, Dv]`. Static: no sync, no allocation
+        that outlives the step, nothing that depends on data."""
+
+    # --- Transformers' bookkeeping ---------------------------------------------------------------------------------
+
+    def prepare_mask(self, config, batch: int, q_length: int, mask_function, attention_mask: Tensor | None) -> Tensor | None:
+        """Called by the mask function before the forward.
+
+        Returns:
+            None when the base attention's own mask is wanted (first forward); else the fixed `[B, 1, 1, 1]` tensor.
+        """
+        session = self.session
+        session.binding.check_config(config)
+        if session.announce(attention_mask, batch, q_length, self.is_initialized) or not self.is_initialized:
+            return None
+        if q_length > 1 and not compat.is_plain_causal(mask_function):
+            raise UnsupportedOperationError(
+                "this model overlays its own pattern on the causal mask (image blocks, prefix-LM); only its first prompt can hold "
+                "such tokens."
+            )
+        return session.clock(self.device).mask
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        """`(length, offset)` of the keys a forward attends to. Only the first forward's mask is built from them."""
+        if not self.is_initialized:
+            return query_length, 0
+        return self.store.max_capacity + query_length, 0
+
+    def get_seq_length(self) -> int | Tensor:
+        """Tokens *seen*, padding included: 0, or a 0-d device tensor once a prompt was seen (an int would recompile)."""
+        return self.session.clock(self.device).seen if self.is_initialized else 0
+
+    def get_max_length(self) -> int:
+        """No maximum: -1."""
+        return -1
+
+    def get_max_cache_shape(self) -> int:
+        """The name of `get_max_length` before Transformers 5.13."""
+        return -1
+
+    def reset(self) -> None:
+        """Forgets the tokens and keeps the buffers, so that compiled graphs stay valid."""
+        self.is_initialized = False
+
+    def offload(self) -> None:
+        raise UnsupportedOperationError("layer-wise offloading is not supported; use a cache whose action is 'offload'.")
+
+    def prefetch(self) -> None:
+        raise UnsupportedOperationError("layer-wise offloading is not supported; use a cache whose action is 'offload'.")
+
+    def reorder_cache(self, beam_idx: Tensor) -> None:
+        """Row `i` becomes what row `beam_idx[i]` was, with all its state."""
+        if self.is_initialized:
+            self.store = self.store.select_batch(beam_idx)
+
+    def batch_select_indices(self, indices: Tensor) -> None:
+        """Keeps only the given rows."""
+        self.reorder_cache(indices)
+
+    def batch_repeat_interleave(self, repeats: int) -> None:
+        """Repeats every row `repeats` times."""
+        if self.is_initialized:
+            self.reorder_cache(torch.arange(self.store.batch).repeat_interleave(repeats))
+
+    def crop(self, first_removed: Tensor) -> None:
+        """Forgets the tokens at positions `first_removed` `[B]` and later (`SparseCache.crop` works this out)."""
+        if self.is_initialized:
+            self.store.truncate(first_removed.to(self.device))
+
+    # --- what it holds ---------------------------------------------------------------------------------------------
+
+    def tensors(self) -> dict[str, Tensor]:
+        """Every tensor this layer holds, by name."""
+        return self.store.tensors() if self.store is not None else {}
+
+    def saved_state(self) -> dict:
+        """JSON facts that `restore` needs besides `tensors()`."""
+        return {"allocated": self.store.allocated.tolist()}
+
+    def restore(self, tensors: dict[str, Tensor], saved: dict, device: torch.device) -> None:
+        """Takes over a saved layer: `tensors` as `tensors()` named them, on `device`."""
+        self.device = device
+        self.store = RaggedStore(torch.tensor(saved["allocated"]), tensors["keys"], tensors["values"])
+        self.store.load(tensors)
+        self.is_initialized = True
+
+    def device_bytes(self) -> int:
+        """Bytes of this layer's storages."""
+        return storage_bytes(self.tensors().values())
+
+    def host_bytes(self) -> int:
+        """Bytes this layer holds in host memory for offloaded tokens."""
+        return 0
+
+    def reserve_bytes(self) -> int:
+        """The part of `device_bytes` that is allocated and empty."""
+        empty = int((self.store.allocated - self.store.length.cpu()).sum())
+        return empty * self._entry_bytes()
+
+    def dense_bytes(self, tokens: int) -> int:
+        """What a dense cache of so many tokens (summed over the rows) holds in this layer: keys and values only."""
+        return tokens * self.store.heads * (self._entry_bytes() - self.store.positions.element_size())
+
+    def _entry_bytes(self) -> int:
+        store = self.store
+        return sum(t.shape[-1] * t.element_size() for t in (store.keys, store.values)) + store.positions.element_size()
+
+    def kept_entries(self) -> Tensor:
+        """`[B, H]` entries held on the device."""
+        return self.store.length
+
+    def reachable_entries(self) -> Tensor:
+        """`[B, H]` entries that a later step can still read, wherever they are."""
+        return self.kept_entries()
+
+    def open_room(self) -> int | None:
+        """One-token steps that surely fit before `grow` is needed; None for a layer that never grows. Waits for the device."""
+        return None
+
+    def grow(self, room: int) -> None:
+        """Makes room for `room` further tokens per head (outside any compiled step)."""

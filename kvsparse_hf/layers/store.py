@@ -1,0 +1,188 @@
+"""The flat, ragged store of one layer: every (row, key/value head) owns its own segment of any length."""
+
+import torch
+from torch import Tensor
+
+from .. import ops
+
+
+def mark_static(tensor: Tensor) -> Tensor:
+    """Tells the compiler that this buffer keeps its address, so that CUDA graphs read it in place."""
+    if not torch.compiler.is_compiling():
+        torch._dynamo.mark_static_address(tensor)
+    return tensor
+
+
+class RaggedStore:
+    """Keys, values and true positions of the kept tokens of one layer.
+
+    Head `h` of row `b` owns the rows `start[b, h] … start[b, h] + length[b, h]` of the flat buffers and may fill them up
+    to `capacity[b, h]`. The order inside a segment is free, since keys carry their rotary position. A uniform layer is
+    the special case that can be viewed as `[B, H, C, D]`.
+
+    Attributes:
+        keys: `[R, Dk]`; values: `[R, Dv]`; positions: `[R]` int32, counted from the row's first real token.
+        start: `[B, H]` int64; capacity, length, pinned, cursor: `[B, H]` int32. A full segment is overwritten round and
+            round from slot `pinned` on; a segment with `pinned == capacity` only grows.
+        max_capacity: largest allocated segment (a host constant: it fixes kernel grids).
+        extra: further `[R]` tensors by name (scores, …) that follow every permutation.
+    """
+
+    _PER_HEAD = ("capacity", "length", "pinned", "cursor")
+
+    def __init__(self, allocated: Tensor, keys_like: Tensor, values_like: Tensor):
+        """Allocates segments.
+
+        Args:
+            allocated: `[B, H]` int64 on the host, entries per segment (at least 1 each).
+            keys_like, values_like: tensors whose last dimension, dtype and device the buffers take.
+        """
+        device = keys_like.device
+        self.allocated = allocated
+        self.max_capacity = int(allocated.max())
+        rows = int(allocated.sum())
+        start = allocated.flatten().cumsum(0) - allocated.flatten()
+        self.keys = mark_static(keys_like.new_zeros(rows, keys_like.shape[-1]))
+        self.values = mark_static(values_like.new_zeros(rows, values_like.shape[-1]))
+        self.positions = mark_static(torch.zeros(rows, dtype=torch.int32, device=device))
+        self.start = mark_static(start.view_as(allocated).to(device))
+        for name in self._PER_HEAD:
+            setattr(self, name, mark_static(torch.zeros(allocated.shape, dtype=torch.int32, device=device)))
+        self.extra: dict[str, Tensor] = {}
+
+    @property
+    def batch(self) -> int:
+        return self.start.shape[0]
+
+    @property
+    def heads(self) -> int:
+        return self.start.shape[1]
+
+    def fits(self, needed: Tensor, keys_like: Tensor, values_like: Tensor) -> bool:
+        """Whether this allocation can hold `needed` `[B, H]` entries of such keys and values in place."""
+        return (
+            self.allocated.shape == needed.shape
+            and bool((self.allocated >= needed).all())
+            and self.keys.shape[-1] == keys_like.shape[-1]
+            and self.values.shape[-1] == values_like.shape[-1]
+            and self.keys.dtype == keys_like.dtype
+            and self.keys.device == keys_like.device
+        )
+
+    def fill(self, keys: Tensor, values: Tensor, positions: Tensor, index: Tensor, capacity: Tensor, pinned: Tensor) -> None:
+        """Replaces the contents by chosen tokens.
+
+        Args:
+            keys, values: `[B, H, N, D]`; positions: `[B, H, N]`.
+            index: `[B, H, M]` tokens to keep, in slot order, -1 for none (trailing).
+            capacity, pinned: `[B, H]`; capacity at most what is allocated.
+        """
+        self.length.copy_((index >= 0).sum(-1))
+        self.capacity.copy_(capacity)
+        self.pinned.copy_(pinned)
+        self.cursor.zero_()
+        ops.gather_rows(keys, values, index, self.start, self.keys, self.values)
+        rows, valid = self.slots(index.shape[-1])
+        self.positions[rows[valid]] = positions.gather(2, index.clamp(min=0))[valid].to(torch.int32)
+
+    def slots(self, width: int | None = None) -> tuple[Tensor, Tensor]:
+        """Row numbers of the first `width` slots of every segment, and which of them are filled: both `[B, H, width]`."""
+        width = self.max_capacity if width is None else width
+        slot = torch.arange(width, device=self.start.device)
+        valid = slot < self.length.unsqueeze(-1)
+        return torch.where(valid, self.start.unsqueeze(-1) + slot, 0), valid
+
+    def export(self) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+        """The kept tokens in order of position, right-aligned (invalid entries lead).
+
+        Returns:
+            keys `[B, H, M, Dk]`, values `[B, H, M, Dv]`, positions `[B, H, M]` int64, pad `[B, H]` invalid leading
+            entries, and rows `[B, H, M]` (where each came from; 0 where invalid).
+        """
+        width = max(int(self.length.max()), 1)
+        rows, valid = self.slots(width)
+        positions = self.positions[rows].long().masked_fill(~valid, -1)
+        order = torch.sort(positions, dim=-1, stable=True)
+        rows = rows.gather(2, order.indices)
+        pad = width - self.length.long()
+        return self.keys[rows], self.values[rows], order.values, pad, rows
+
+    def select_batch(self, index: Tensor) -> "RaggedStore":
+        """The store whose row `i` is row `index[i]` of this one; itself, changed in place, where the shapes allow."""
+        host = index.cpu()
+        allocated = self.allocated[host]
+        rows, valid = self.slots()
+        same = torch.equal(allocated, self.allocated)
+        target = self if same else RaggedStore(allocated, self.keys, self.values)
+        index = index.to(self.start.device)
+        source, valid = rows[index], valid[index]
+        snapshot = {name: tensor[source[valid]] for name, tensor in self._row_tensors().items()}
+        per_head = {name: getattr(self, name)[index] for name in self._PER_HEAD}
+        for name in self.extra.keys() - target.extra.keys():
+            target.extra[name] = mark_static(self.extra[name].new_zeros(target.keys.shape[0]))
+        for name, value in per_head.items():
+            getattr(target, name).copy_(value)
+        destination, _ = target.slots()
+        for name, tensor in target._row_tensors().items():
+            tensor[destination[valid]] = snapshot[name]
+        return target
+
+    def grown(self, room: int) -> "RaggedStore":
+        """A copy whose segments have `room` further slots, all of them open for growth."""
+        target = RaggedStore(self.allocated + room, self.keys, self.values)
+        rows, valid = self.slots()
+        for name in self._PER_HEAD:
+            getattr(target, name).copy_(getattr(self, name))
+        capacity = target.allocated.to(target.capacity.device, torch.int32)
+        target.capacity.copy_(capacity)
+        target.pinned.copy_(capacity)
+        destination, _ = target.slots(self.max_capacity)
+        for name in self.extra:
+            target.extra[name] = mark_static(self.extra[name].new_zeros(target.keys.shape[0]))
+        mine = self._row_tensors()
+        for name, tensor in target._row_tensors().items():
+            tensor[destination[valid]] = mine[name][rows[valid]]
+        return target
+
+    def append(self, keys: Tensor, values: Tensor, positions: Tensor, pad: Tensor) -> None:
+        """Appends tokens to every segment, in order; the room must exist.
+
+        Args:
+            keys, values: `[B, H, T, D]`; positions: `[B, T]`.
+            pad: `[B]` leading tokens of each row that are padding and are not stored.
+        """
+        token = torch.arange(keys.shape[2], device=keys.device)
+        real = (token >= pad.unsqueeze(-1)).unsqueeze(1).expand(-1, self.heads, -1)
+        slot = self.length.unsqueeze(-1) + (token - pad.unsqueeze(-1)).unsqueeze(1)
+        rows = (self.start.unsqueeze(-1) + slot)[real]
+        self.keys[rows] = keys[real].to(self.keys.dtype)
+        self.values[rows] = values[real].to(self.values.dtype)
+        self.positions[rows] = positions.unsqueeze(1).expand(-1, self.heads, -1)[real].to(torch.int32)
+        self.length.add_(real.sum(-1).to(torch.int32))
+
+    def truncate(self, first_removed: Tensor) -> None:
+        """Forgets entries at positions `first_removed[b]` and later. They must be the last slots of their segments."""
+        rows, valid = self.slots()
+        kept = valid & (self.positions[rows] < first_removed.view(-1, 1, 1))
+        self.length.copy_(kept.sum(-1))
+
+    def _row_tensors(self) -> dict[str, Tensor]:
+        return {"keys": self.keys, "values": self.values, "positions": self.positions, **self.extra}
+
+    def tensors(self) -> dict[str, Tensor]:
+        """Every tensor held, by name."""
+        per_head = {name: getattr(self, name) for name in ("start", *self._PER_HEAD)}
+        return {**self._row_tensors(), **per_head}
+
+    def load(self, tensors: dict[str, Tensor]) -> None:
+        """Takes over saved tensors (as `tensors()` names them) of a store with the same allocation."""
+        for name, tensor in tensors.items():
+            if name not in self.tensors():
+                self.extra[name] = mark_static(torch.zeros_like(tensor, device=self.keys.device))
+            self.tensors()[name].copy_(tensor)
+
+
+def storage_bytes(tensors) -> int:
+    """Bytes of the distinct storages behind some tensors."""
+    storages = {tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes() for tensor in tensors}
+    return sum(storages.values())

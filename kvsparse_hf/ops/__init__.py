@@ -1,0 +1,30 @@
+"""Kernels on flat KV stores. They know nothing of caches or models.
+
+A layer's store is ``k [R, D]``, ``v [R, Dv]`` and ``pos [R]``. Each (batch row, KV head) owns the contiguous rows
+``start .. start + capacity``, of which the first ``length`` are valid, in any order. Query head h reads KV head
+h // (Hq // H). Every op has a plain-torch reference, and a Triton kernel registered as a torch op.
+"""
+
+from .dispatch import (
+    chunk_attention,
+    column_sums,
+    decode_attention,
+    gather_rows,
+    page_scores,
+    store_token,
+    topk_pages,
+    window_scores,
+)
+from .errors import BackendError
+
+__all__ = [
+    "BackendError",
+    "chunk_attention",
+    "column_sums",
+    "decode_attention",
+    "gather_rows",
+    "page_scores",
+    "store_token",
+    "topk_pages",
+    "window_scores",
+]

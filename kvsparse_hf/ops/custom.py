@@ -1,0 +1,181 @@
+"""The Triton launchers, registered as torch ops ``kvsparse::*`` with shape functions.
+
+The ``launch_*`` functions take the arguments of their reference, with two differences that a registered op asks for:
+it returns a fixed number of tensors, so results not asked for are empty, and it takes no keyword-only tensors.
+Kernels are imported on first use: importing this module needs no Triton.
+"""
+
+from contextlib import nullcontext
+
+import torch
+from torch import Tensor
+
+
+def on_device_of(x: Tensor):
+    """Triton launches on the current device; make that the device of ``x``."""
+    if x.device.type != "cuda" or x.device.index == torch.cuda.current_device():
+        return nullcontext()
+    return torch.cuda.device(x.device)
+
+
+def launch_store_token(
+    k: Tensor,
+    v: Tensor,
+    pos: Tensor,
+    k_new: Tensor,
+    v_new: Tensor,
+    new_pos: Tensor,
+    start: Tensor,
+    capacity: Tensor,
+    length: Tensor,
+    pinned: Tensor,
+    cursor: Tensor,
+    slot_override: Tensor | None = None,
+    summary: Tensor | None = None,
+    page_size: int = 0,
+) -> None:
+    from .kernels.store import store_token
+
+    with on_device_of(k):
+        store_token(k, v, pos, k_new, v_new, new_pos, start, capacity, length, pinned, cursor,
+                    slot_override, summary, page_size)
+
+
+def launch_decode_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    start: Tensor,
+    length: Tensor,
+    max_len: int,
+    scale: float,
+    softcap: float = 0.0,
+    sinks: Tensor | None = None,
+    pages: Tensor | None = None,
+    page_size: int = 0,
+    return_lse: bool = False,
+    return_logits: bool = False,
+) -> tuple[Tensor, Tensor, Tensor]:
+    from .kernels.decode import decode_attention
+
+    with on_device_of(q):
+        return decode_attention(
+            q, k, v, start, length, max_len=max_len, scale=scale, softcap=softcap, sinks=sinks, pages=pages,
+            page_size=page_size, return_lse=return_lse, return_logits=return_logits,
+        )
+
+
+def launch_chunk_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    start: Tensor,
+    length: Tensor,
+    k_new: Tensor,
+    v_new: Tensor,
+    max_len: int,
+    scale: float,
+    pad: Tensor | None = None,
+    softcap: float = 0.0,
+    sinks: Tensor | None = None,
+    return_lse: bool = False,
+) -> tuple[Tensor, Tensor]:
+    from .kernels.chunk import chunk_attention
+
+    with on_device_of(q):
+        return chunk_attention(
+            q, k, v, start, length, k_new, v_new, max_len=max_len, scale=scale, pad=pad, softcap=softcap,
+            sinks=sinks, return_lse=return_lse,
+        )
+
+
+def launch_column_sums(
+    q: Tensor,
+    k: Tensor,
+    scale: float,
+    pad: Tensor | None = None,
+    softcap: float = 0.0,
+    lse: Tensor | None = None,
+    group_reduce: str = "mean",
+) -> Tensor:
+    from .kernels.scores import column_sums
+
+    with on_device_of(q):
+        return column_sums(q, k, scale=scale, pad=pad, softcap=softcap, lse=lse, group_reduce=group_reduce)
+
+
+def launch_page_scores(
+    q: Tensor,
+    summary: Tensor,
+    length: Tensor,
+    page_size: int,
+    scale: float,
+    group_reduce: str = "softmax_mean",
+    sink_pages: int = 0,
+    recent_pages: int = 0,
+) -> Tensor:
+    from .kernels.pages import page_scores
+
+    with on_device_of(q):
+        return page_scores(q, summary, length, page_size=page_size, scale=scale, group_reduce=group_reduce,
+                           sink_pages=sink_pages, recent_pages=recent_pages)
+
+
+def launch_topk_pages(scores: Tensor, k: int) -> Tensor:
+    from .kernels.topk import topk_pages
+
+    with on_device_of(scores):
+        return topk_pages(scores, k)
+
+
+def launch_gather_rows(
+    src_k: Tensor, src_v: Tensor, index: Tensor, start: Tensor, dst_k: Tensor, dst_v: Tensor
+) -> None:
+    from .kernels.store import gather_rows
+
+    with on_device_of(dst_k):
+        gather_rows(src_k, src_v, index, start, dst_k, dst_v)
+
+
+def _register(name: str, function, mutates: tuple[str, ...] = ()):
+    return torch.library.custom_op(f"kvsparse::{name}", function, mutates_args=mutates)
+
+
+_register("store_token", launch_store_token, ("k", "v", "pos", "length", "cursor", "summary"))
+_register("gather_rows", launch_gather_rows, ("dst_k", "dst_v"))
+_decode_attention = _register("decode_attention", launch_decode_attention)
+_chunk_attention = _register("chunk_attention", launch_chunk_attention)
+_column_sums = _register("column_sums", launch_column_sums)
+_page_scores = _register("page_scores", launch_page_scores)
+_topk_pages = _register("topk_pages", launch_topk_pages)
+
+
+@_decode_attention.register_fake
+def _(q, k, v, start, length, *, max_len, pages=None, page_size=0, return_lse=False, return_logits=False, **_):
+    batch, heads_q, _ = q.shape
+    width = max_len if pages is None else pages.shape[-1] * page_size
+    lse = q.new_empty((batch, heads_q) if return_lse else (0,), dtype=torch.float32)
+    logits = q.new_empty((batch, heads_q, width) if return_logits else (0,), dtype=torch.float32)
+    return q.new_empty((batch, heads_q, v.shape[-1])), lse, logits
+
+
+@_chunk_attention.register_fake
+def _(q, k, v, start, length, k_new, v_new, *, return_lse=False, **_):
+    batch, heads_q, tokens, _ = q.shape
+    lse = q.new_empty((batch, heads_q, tokens) if return_lse else (0,), dtype=torch.float32)
+    return q.new_empty((batch, tokens, heads_q, v.shape[-1])).transpose(1, 2), lse
+
+
+@_column_sums.register_fake
+def _(q, k, **_):
+    return k.new_empty(k.shape[:3], dtype=torch.float32)
+
+
+@_page_scores.register_fake
+def _(q, summary, length, **_):
+    return summary.new_empty(summary.shape[:3], dtype=torch.float32)
+
+
+@_topk_pages.register_fake
+def _(scores, k):
+    return scores.new_empty((*scores.shape[:2], k), dtype=torch.int32)

@@ -1,0 +1,196 @@
+"""The public ops: one function each, same arguments as its reference plus ``backend``."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from . import custom, reference
+from .backend import resolve, through_dispatcher
+
+
+def store_token(
+    k: Tensor,
+    v: Tensor,
+    pos: Tensor,
+    k_new: Tensor,
+    v_new: Tensor,
+    new_pos: Tensor,
+    start: Tensor,
+    capacity: Tensor,
+    length: Tensor,
+    pinned: Tensor,
+    cursor: Tensor,
+    slot_override: Tensor | None = None,
+    summary: Tensor | None = None,
+    page_size: int = 0,
+    *,
+    backend: str = "auto",
+) -> None:
+    state = (start, capacity, length, pinned, cursor)
+    args = (k, v, pos, k_new, v_new, new_pos, *state, slot_override, summary, page_size)
+    dims = (k.shape[-1], v.shape[-1])
+    if resolve("store_token", backend, k, v, k_new, v_new, dims=dims) == "torch":
+        reference.store_token(*args)
+    elif through_dispatcher(k_new, v_new):
+        torch.ops.kvsparse.store_token(*args)
+    else:
+        custom.launch_store_token(*args)
+
+
+def decode_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    start: Tensor,
+    length: Tensor,
+    *,
+    max_len: int,
+    scale: float,
+    softcap: float = 0.0,
+    sinks: Tensor | None = None,
+    pages: Tensor | None = None,
+    page_size: int = 0,
+    return_lse: bool = False,
+    return_logits: bool = False,
+    backend: str = "auto",
+) -> tuple[Tensor, Tensor | None, Tensor | None]:
+    options = dict(
+        max_len=max_len, scale=scale, softcap=softcap, sinks=sinks, pages=pages, page_size=page_size,
+        return_lse=return_lse, return_logits=return_logits,
+    )
+    chosen = resolve("decode_attention", backend, q, k, v, dims=(k.shape[-1], v.shape[-1]), flash=True)
+    if chosen == "torch":
+        return reference.decode_attention(q, k, v, start, length, **options)
+    if chosen == "flash":
+        from .flash import decode_attention as flash_decode_attention
+
+        return flash_decode_attention(q, k, v, start, length, **options)
+    if through_dispatcher(q, k, v, sinks):
+        out, lse, logits = torch.ops.kvsparse.decode_attention(q, k, v, start, length, **options)
+    else:
+        out, lse, logits = custom.launch_decode_attention(q, k, v, start, length, **options)
+    return out, lse if return_lse else None, logits if return_logits else None
+
+
+def chunk_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    start: Tensor,
+    length: Tensor,
+    k_new: Tensor,
+    v_new: Tensor,
+    *,
+    max_len: int,
+    scale: float,
+    pad: Tensor | None = None,
+    softcap: float = 0.0,
+    sinks: Tensor | None = None,
+    return_lse: bool = False,
+    backend: str = "auto",
+) -> Tensor | tuple[Tensor, Tensor]:
+    args = (q, k, v, start, length, k_new, v_new)
+    options = dict(max_len=max_len, scale=scale, pad=pad, softcap=softcap, sinks=sinks, return_lse=return_lse)
+    dims = (k.shape[-1], v.shape[-1])
+    if resolve("chunk_attention", backend, q, k, v, k_new, v_new, dims=dims) == "torch":
+        return reference.chunk_attention(*args, **options)
+    if through_dispatcher(q, k, v, k_new, v_new, sinks):
+        out, lse = torch.ops.kvsparse.chunk_attention(*args, **options)
+    else:
+        out, lse = custom.launch_chunk_attention(*args, **options)
+    return (out, lse) if return_lse else out
+
+
+def window_scores(
+    q_win: Tensor,
+    k: Tensor,
+    *,
+    scale: float,
+    pad: Tensor | None = None,
+    softcap: float = 0.0,
+    group_reduce: str = "mean",
+    backend: str = "auto",
+) -> Tensor:
+    options = dict(scale=scale, pad=pad, softcap=softcap, group_reduce=group_reduce)
+    if resolve("window_scores", backend, q_win, k, dims=(k.shape[-1],)) == "torch":
+        return reference.window_scores(q_win, k, **options)
+    if through_dispatcher(q_win, k):
+        return torch.ops.kvsparse.column_sums(q_win, k, lse=None, **options)
+    return custom.launch_column_sums(q_win, k, lse=None, **options)
+
+
+def column_sums(
+    q: Tensor,
+    k: Tensor,
+    *,
+    scale: float,
+    pad: Tensor | None = None,
+    softcap: float = 0.0,
+    lse: Tensor | None = None,
+    group_reduce: str = "mean",
+    backend: str = "auto",
+) -> Tensor:
+    options = dict(scale=scale, pad=pad, softcap=softcap, lse=lse, group_reduce=group_reduce)
+    if resolve("column_sums", backend, q, k, dims=(k.shape[-1],)) == "torch":
+        return reference.column_sums(q, k, **options)
+    if through_dispatcher(q, k):
+        return torch.ops.kvsparse.column_sums(q, k, **options)
+    return custom.launch_column_sums(q, k, **options)
+
+
+def page_scores(
+    q: Tensor,
+    summary: Tensor,
+    length: Tensor,
+    *,
+    page_size: int,
+    scale: float,
+    group_reduce: str = "softmax_mean",
+    sink_pages: int = 0,
+    recent_pages: int = 0,
+    backend: str = "auto",
+) -> Tensor:
+    options = dict(page_size=page_size, scale=scale, group_reduce=group_reduce,
+                   sink_pages=sink_pages, recent_pages=recent_pages)
+    if resolve("page_scores", backend, q, summary, dims=(summary.shape[-1],)) == "torch":
+        return reference.page_scores(q, summary, length, **options)
+    if through_dispatcher(q, summary):
+        return torch.ops.kvsparse.page_scores(q, summary, length, **options)
+    return custom.launch_page_scores(q, summary, length, **options)
+
+
+def topk_pages(scores: Tensor, k: int, *, backend: str = "auto") -> Tensor:
+    if resolve("topk_pages", backend, scores) == "torch":
+        return reference.topk_pages(scores, k)
+    if through_dispatcher(scores):
+        return torch.ops.kvsparse.topk_pages(scores, k)
+    return custom.launch_topk_pages(scores, k)
+
+
+def gather_rows(
+    src_k: Tensor,
+    src_v: Tensor,
+    index: Tensor,
+    start: Tensor,
+    dst_k: Tensor,
+    dst_v: Tensor,
+    *,
+    backend: str = "auto",
+) -> None:
+    args = (src_k, src_v, index, start, dst_k, dst_v)
+    if resolve("gather_rows", backend, src_k, src_v, dst_k, dst_v) == "torch":
+        reference.gather_rows(*args)
+    elif through_dispatcher(src_k, src_v):
+        torch.ops.kvsparse.gather_rows(*args)
+    else:
+        custom.launch_gather_rows(*args)
+
+
+for _op in (
+    store_token, decode_attention, chunk_attention, window_scores, column_sums, page_scores, topk_pages, gather_rows
+):
+    _op.__doc__ = (getattr(reference, _op.__name__).__doc__ or "").rstrip() + (
+        "\n\n    ``backend``: \"auto\", \"triton\", \"torch\"" + (", \"flash\"" if _op is decode_attention else "")
+        + "; see :func:`kvsparse_hf.ops.backend.resolve`.\n    "
+    )

@@ -1,0 +1,1 @@
+"""Triton kernels and their launchers. Importing a module of this package needs Triton."""

@@ -1,0 +1,21 @@
+"""Plain-torch references of every op: what the op means, on any device, in fp32 arithmetic (fp64 for fp64 inputs).
+
+They are what the kernels are tested against, what runs where no kernel does, and traceable by
+``torch.compile(fullgraph=True)``: no host synchronisation and no shape that depends on data.
+"""
+
+from .attention import chunk_attention, decode_attention
+from .pages import page_scores, topk_pages
+from .scores import column_sums, window_scores
+from .store import gather_rows, store_token
+
+__all__ = [
+    "chunk_attention",
+    "column_sums",
+    "decode_attention",
+    "gather_rows",
+    "page_scores",
+    "store_token",
+    "topk_pages",
+    "window_scores",
+]

@@ -1,0 +1,135 @@
+"""Attention over a flat store: one decode token, and a chunk of new tokens."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from ._common import NEG_INF, acc_dtype, apply_softcap, safe_softmax
+
+_QUERY_BLOCK = 512
+
+
+def _rows_of(store: Tensor, start: Tensor, slots: Tensor, valid: Tensor) -> Tensor:
+    """Rows ``start + slots`` of a store [R, D] as [B, H, L, D]; invalid ones are zeros, whatever the memory holds."""
+    rows = torch.where(valid, start.unsqueeze(-1) + slots, 0)
+    return torch.where(valid.unsqueeze(-1), store[rows], 0)
+
+
+def decode_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    start: Tensor,
+    length: Tensor,
+    *,
+    max_len: int,
+    scale: float,
+    softcap: float = 0.0,
+    sinks: Tensor | None = None,
+    pages: Tensor | None = None,
+    page_size: int = 0,
+    return_lse: bool = False,
+    return_logits: bool = False,
+) -> tuple[Tensor, Tensor | None, Tensor | None]:
+    """Attention of one query token per row over the valid entries of its KV head's segment.
+
+    Args:
+        q: [B, Hq, D]; query head h reads KV head h // (Hq // H).
+        k, v: [R, D], [R, Dv], the flat store of the layer.
+        start, length: [B, H], first row and number of valid entries of each segment.
+        max_len: largest length that can occur (a host constant).
+        scale: factor of q @ k.
+        softcap: c > 0 turns a logit s into c * tanh(s / c).
+        sinks: [Hq], an extra logit per query head in the denominator only.
+        pages: [B, H, P] int32, page ids relative to the segment; page p covers slots p * page_size and on; -1 = none.
+            Only these pages are read. An id listed twice counts twice.
+        page_size: slots of a page; needed with ``pages``.
+        return_lse: also return the log of the softmax denominator, the sink included.
+        return_logits: also return the scaled, capped logits, -inf where invalid.
+
+    Returns:
+        out [B, Hq, Dv] in q's dtype, lse [B, Hq] fp32 or None, logits [B, Hq, max_len or P * page_size] fp32 or None.
+        A query with nothing to read gives 0 and lse -inf (or its sink).
+    """
+    batch, heads_q, dim = q.shape
+    heads = start.shape[1]
+    acc = acc_dtype(q)
+    if pages is None:
+        slots = torch.arange(max_len, device=q.device).expand(batch, heads, max_len)
+        valid = slots < length.unsqueeze(-1)
+    else:
+        within = torch.arange(page_size, device=q.device)
+        slots = (pages.long().unsqueeze(-1) * page_size + within).flatten(2)
+        valid = (slots >= 0) & (slots < length.unsqueeze(-1))
+    keys = _rows_of(k, start, slots, valid).to(acc)
+    values = _rows_of(v, start, slots, valid).to(acc)
+    queries = q.to(acc).view(batch, heads, heads_q // heads, dim)
+
+    logits = apply_softcap(queries @ keys.transpose(-1, -2) * scale, softcap)
+    logits = torch.where(valid.unsqueeze(2), logits, NEG_INF)
+    weights, lse = safe_softmax(logits, None if sinks is None else sinks.view(1, heads, -1))
+    out = (weights @ values).flatten(1, 2).to(q.dtype)
+    return (
+        out,
+        lse.flatten(1, 2).float() if return_lse else None,
+        logits.flatten(1, 2).float() if return_logits else None,
+    )
+
+
+def chunk_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    start: Tensor,
+    length: Tensor,
+    k_new: Tensor,
+    v_new: Tensor,
+    *,
+    max_len: int,
+    scale: float,
+    pad: Tensor | None = None,
+    softcap: float = 0.0,
+    sinks: Tensor | None = None,
+    return_lse: bool = False,
+) -> Tensor | tuple[Tensor, Tensor]:
+    """Attention of T new tokens over everything stored and, causally, over themselves.
+
+    Args:
+        q: [B, Hq, T, D].
+        k, v, start, length, max_len, scale, softcap, sinks: as in :func:`decode_attention`.
+        k_new, v_new: [B, H, T, D], [B, H, T, Dv], the new tokens (not yet stored).
+        pad: [B] int32, how many of the T new tokens of a row are leading padding: they are never read and give 0.
+
+    Returns:
+        out [B, Hq, T, Dv] in q's dtype; with ``return_lse`` also lse [B, Hq, T] fp32 (-inf on padding).
+    """
+    batch, heads_q, tokens, dim = q.shape
+    heads = start.shape[1]
+    acc = acc_dtype(q)
+    slots = torch.arange(max_len, device=q.device).expand(batch, heads, max_len)
+    stored = slots < length.unsqueeze(-1)
+    new = torch.arange(tokens, device=q.device)
+    real = (torch.ones(batch, tokens, dtype=torch.bool, device=q.device) if pad is None
+            else new >= pad.unsqueeze(-1))  # [B, T]
+    new_mask = real[:, None, None, :, None].to(acc)
+    keys = torch.cat([_rows_of(k, start, slots, stored).to(acc), k_new.to(acc)], dim=2).unsqueeze(2)
+    values = torch.cat([_rows_of(v, start, slots, stored).to(acc),
+                        torch.where(new_mask.squeeze(2) > 0, v_new.to(acc), 0)], dim=2).unsqueeze(2)
+    queries = q.to(acc).view(batch, heads, heads_q // heads, tokens, dim)
+    sink = None if sinks is None else sinks.view(1, heads, -1, 1)
+
+    outs, lses = [], []
+    for first in range(0, tokens, _QUERY_BLOCK):
+        block = slice(first, min(first + _QUERY_BLOCK, tokens))
+        causal = (new <= new[block].unsqueeze(-1)) & real.unsqueeze(1)  # [B, t, T]
+        valid = torch.cat([stored.unsqueeze(2).expand(-1, -1, causal.shape[1], -1),
+                           causal.unsqueeze(1).expand(-1, heads, -1, -1)], dim=-1)
+        valid = valid & real[:, None, block, None]
+        logits = apply_softcap(queries[:, :, :, block] @ keys.transpose(-1, -2) * scale, softcap)
+        weights, lse = safe_softmax(torch.where(valid.unsqueeze(2), logits, NEG_INF), sink)
+        is_real = real[:, None, None, block]
+        outs.append(weights @ values)
+        lses.append(torch.where(is_real, lse, NEG_INF))
+    out = torch.cat(outs, dim=3).flatten(1, 2).to(q.dtype)
+    return (out, torch.cat(lses, dim=3).flatten(1, 2).float()) if return_lse else out

@@ -1,0 +1,73 @@
+"""Page selection: upper bounds from page summaries, and the exact top-k of them."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from ._common import NEG_INF, acc_dtype, reduce_group, safe_softmax
+
+
+def page_scores(
+    q: Tensor,
+    summary: Tensor,
+    length: Tensor,
+    *,
+    page_size: int,
+    scale: float,
+    group_reduce: str = "softmax_mean",
+    sink_pages: int = 0,
+    recent_pages: int = 0,
+) -> Tensor:
+    """Quest's upper bound of q @ k over the keys of each page, reduced over the query heads of a KV head.
+
+    The bound is sum_d max(q_d * max_d, q_d * min_d) = relu(q) @ max + min(q, 0) @ min, times ``scale``.
+
+    Args:
+        q: [B, Hq, D].
+        summary: [B, H, P, 2, D], elementwise maximum (row 0) and minimum (row 1) of the keys of each page.
+        length: [B, H], valid entries of each segment; pages from ceil(length / page_size) on give -inf.
+        group_reduce: "softmax_mean" = softmax over the pages per query head, then the mean over the group;
+            "max" or "mean" = of the bounds themselves. With one query head per KV head all three rank the pages alike;
+            otherwise softmax_mean lets a head that is sure of its pages outvote one that is not.
+        sink_pages, recent_pages: so many first and last valid pages get +inf: they are always chosen.
+
+    Returns:
+        fp32 [B, H, P].
+    """
+    batch, heads, pages = summary.shape[:3]
+    acc = acc_dtype(q)
+    queries = q.to(acc).unflatten(1, (heads, -1))
+    valid_pages = ((length + page_size - 1) // page_size).unsqueeze(-1)
+    page = torch.arange(pages, device=q.device)
+    valid = page < valid_pages  # [B, H, P]
+    bounds = torch.where(valid[..., None, None], summary, 0).to(acc)
+    upper = queries.clamp(min=0) @ bounds[:, :, :, 0].transpose(-1, -2)
+    lower = queries.clamp(max=0) @ bounds[:, :, :, 1].transpose(-1, -2)
+    scores = torch.where(valid.unsqueeze(2), (upper + lower) * scale, NEG_INF)  # [B, H, G, P]
+    if group_reduce == "softmax_mean":
+        scores, group_reduce = safe_softmax(scores)[0], "mean"
+    elif group_reduce not in ("max", "mean"):
+        raise ValueError(f"group_reduce must be 'softmax_mean', 'max' or 'mean', got {group_reduce!r}")
+    reduced = reduce_group(scores.flatten(1, 2), heads, group_reduce)
+    forced = (page < sink_pages) | (page >= valid_pages - recent_pages)
+    return torch.where(valid, torch.where(forced, float("inf"), reduced), NEG_INF).float()
+
+
+def topk_pages(scores: Tensor, k: int) -> Tensor:
+    """Indices of the k largest scores of each row.
+
+    Args:
+        scores: [B, H, P] fp32. -inf (and NaN) is never chosen; ties go to the lower index.
+
+    Returns:
+        int32 [B, H, k], ascending, padded with -1 behind the last when fewer than k scores are above -inf.
+    """
+    pages = scores.shape[-1]
+    clean = torch.where(scores.isnan(), NEG_INF, scores)
+    order = torch.sort(clean, dim=-1, descending=True, stable=True)
+    take = min(k, pages)
+    chosen = torch.where(order.values[..., :take] > NEG_INF, order.indices[..., :take], pages)
+    chosen = chosen.sort(dim=-1).values
+    chosen = torch.where(chosen == pages, -1, chosen).int()
+    return torch.nn.functional.pad(chosen, (0, k - take), value=-1)

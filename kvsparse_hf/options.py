@@ -1,0 +1,65 @@
+"""Options of the caches: one pydantic model per method is its constructor, its YAML schema and its documentation."""
+
+from typing import Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
+
+from .errors import KVSparseError, OptionError, suggest
+from .policy.budgets import Budget
+
+
+class CommonOptions(BaseModel):
+    """Options that every method takes."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, arbitrary_types_allowed=True)
+
+    reserve: int = Field(256, ge=1, description="decode tokens preallocated per head where the cache grows; doubles as it fills")
+    backend: Literal["auto", "triton", "flash", "torch"] = Field("auto", description="kernels for attention over kept tokens")
+
+
+class EvictingOptions(CommonOptions):
+    """Options that every evicting method takes."""
+
+    budget: Any = Field(
+        1024, description="kept entries per key/value head on average (int), share of the prompt (float), or size ('512MiB')"
+    )
+    sinks: int = Field(0, ge=0, description="first tokens of each row that are always kept")
+    recent: int = Field(0, ge=0, description="newest tokens that are always kept")
+    positions: Literal["original", "cache"] = Field(
+        "original", description="rotary positions of kept tokens: where they were in the text, or where they are in the cache"
+    )
+
+    @field_validator("budget")
+    @classmethod
+    def _plain_budget(cls, value: Any) -> Any:
+        budget = Budget.parse(value)
+        return next(part for part in (budget.tokens, budget.share, value) if part is not None)
+
+    def protected(self) -> tuple[int, str]:
+        """Entries that are always kept, and what they are."""
+        return self.sinks + self.recent, "sinks + recent"
+
+    @model_validator(mode="after")
+    def _check_protected(self) -> "EvictingOptions":
+        Budget.parse(self.budget).check_minimum(*self.protected())
+        return self
+
+
+def parse_options(schema: type[CommonOptions], method: str, given: dict[str, Any]) -> CommonOptions:
+    """Validates keyword options.
+
+    Raises:
+        OptionError: an unknown option (with the nearest name) or a value out of range.
+    """
+    for name in given:
+        if name not in schema.model_fields:
+            raise OptionError(f"{method} has no option {name!r}.{suggest(name, schema.model_fields)}")
+    try:
+        return schema(**given)
+    except ValidationError as error:
+        first = error.errors()[0]
+        cause = first.get("ctx", {}).get("error")
+        if isinstance(cause, KVSparseError):
+            raise cause from None
+        where = ".".join(str(part) for part in first["loc"][:1]) or "options"
+        raise OptionError(f"{method}: {where}={first.get('input')!r}: {first['msg']}.") from error

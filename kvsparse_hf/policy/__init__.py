@@ -1,0 +1,1 @@
+"""Scores, budgets and selections: pure functions on tensors. Nothing here knows Transformers."""

@@ -1,0 +1,116 @@
+"""How many entries may stay: parsing a user's budget, and dividing it over layers and heads.
+
+A budget counts kept entries per key/value head *on average*, sinks and windows included (and, in bounded decode, the
+token being decoded).
+"""
+
+import math
+import numbers
+import re
+from dataclasses import dataclass
+
+import torch
+
+from ..errors import BudgetError
+
+_UNITS = {"": 1, "b": 1}
+for _power, _prefix in enumerate("kmgt", start=1):
+    _UNITS[_prefix + "b"] = 1000**_power
+    _UNITS[_prefix + "ib"] = 1024**_power
+
+_FORMS = "an int >= 1 (tokens per key/value head), a float in (0, 1] (share of the prompt), or a size such as '512MiB'"
+
+
+@dataclass(frozen=True)
+class Budget:
+    """A parsed budget. Exactly one of `tokens`, `share` and `nbytes` is set.
+
+    Attributes:
+        tokens: kept entries per key/value head.
+        share: kept share of the prompt, in (0, 1].
+        nbytes: bytes of the whole cache, over all layers and rows.
+    """
+
+    tokens: int | None = None
+    share: float | None = None
+    nbytes: int | None = None
+
+    @classmethod
+    def parse(cls, value: "int | float | str | Budget") -> "Budget":
+        """Reads what a user wrote.
+
+        Raises:
+            BudgetError: for anything but the three documented forms.
+        """
+        if isinstance(value, Budget):
+            return value
+        if isinstance(value, bool):
+            raise BudgetError(f"budget={value!r} is a bool; give {_FORMS}.")
+        if isinstance(value, numbers.Integral):
+            if value < 1:
+                raise BudgetError(f"budget={value} keeps nothing; give {_FORMS}.")
+            return cls(tokens=int(value))
+        if isinstance(value, numbers.Real):
+            share = float(value)
+            if not (math.isfinite(share) and 0.0 < share <= 1.0):
+                raise BudgetError(f"budget={value} is a share outside (0, 1]; give {_FORMS}.")
+            return cls(share=share)
+        if isinstance(value, str):
+            return cls._parse_text(value)
+        raise BudgetError(f"budget={value!r} has type {type(value).__name__}; give {_FORMS}.")
+
+    @classmethod
+    def _parse_text(cls, text: str) -> "Budget":
+        match = re.fullmatch(r"\s*([0-9]+(?:\.[0-9]+)?)\s*([a-zA-Z]*)\s*", text)
+        unit = match.group(2).lower() if match else None
+        if match is None or unit not in _UNITS or unit == "":
+            raise BudgetError(f"budget={text!r} is not understood; give {_FORMS}.")
+        nbytes = int(float(match.group(1)) * _UNITS[unit])
+        if nbytes < 1:
+            raise BudgetError(f"budget={text!r} keeps nothing; give {_FORMS}.")
+        return cls(nbytes=nbytes)
+
+    def check_minimum(self, minimum: int, what: str) -> None:
+        """Refuses a token budget below what is always kept (`minimum` entries, named by `what`)."""
+        if self.tokens is not None and self.tokens < minimum:
+            raise BudgetError(f"budget={self.tokens} is smaller than {what} = {minimum}; raise the budget.")
+
+    def per_head(self, valid: torch.Tensor, bytes_per_token: int) -> torch.Tensor:
+        """Entries per key/value head for each row.
+
+        Args:
+            valid: `[B]` real (unpadded) tokens seen by each row, on the host.
+            bytes_per_token: bytes that one kept token costs per row over all budgeted layers and heads.
+
+        Returns:
+            `[B]` int64, at least 1.
+        """
+        if self.tokens is not None:
+            return torch.full_like(valid, self.tokens)
+        if self.share is not None:
+            return (valid.double() * self.share).round().long().clamp(min=1)
+        tokens = self.nbytes // (bytes_per_token * max(len(valid), 1))
+        if tokens < 1:
+            need = bytes_per_token * len(valid)
+            raise BudgetError(f"budget of {self.nbytes} bytes is below one token per head, which needs {need} bytes.")
+        return torch.full_like(valid, tokens)
+
+    def __str__(self) -> str:
+        if self.tokens is not None:
+            return str(self.tokens)
+        return f"{self.share:g} of the prompt" if self.share is not None else f"{self.nbytes} bytes"
+
+
+def largest_remainder(weights: torch.Tensor, total: int) -> torch.Tensor:
+    """Integers proportional to `weights` that sum to exactly `total`; ties go to the lower index.
+
+    Args:
+        weights: `[n]` non-negative, not all zero.
+        total: the sum to reach.
+    """
+    exact = weights.double() / weights.double().sum() * total
+    floor = exact.floor().long()
+    missing = total - int(floor.sum())
+    order = torch.argsort(exact - floor, descending=True, stable=True)
+    floor[order[:missing]] += 1
+    return floor
