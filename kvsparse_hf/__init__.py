@@ -1,6 +1,7 @@
 """kvsparse_hf: sparse key/value caches for Hugging Face Transformers, inside an unmodified `generate()`."""
 
 from .cache import SparseCache
+from .decoding import FastDecode, fast_decode
 from .errors import (
     BudgetError,
     KVSparseError,
@@ -21,6 +22,7 @@ __version__ = "0.1.0"
 __all__ = [
     "BudgetError",
     "CacheReport",
+    "FastDecode",
     "FullCache",
     "KVSparseError",
     "OptionError",
@@ -33,6 +35,7 @@ __all__ = [
     "detach",
     "disable",
     "enable",
+    "fast_decode",
     "get_method",
     "list_methods",
     "list_presets",

@@ -19,6 +19,8 @@ from .options import CommonOptions, parse_options
 from .report import CacheReport, make_report
 from .storage import load_cache, save_cache
 
+_NEVER_FULL = 2**62
+
 
 class SparseCache(Cache):
     """Base of all caches of this library. Pass one to an unmodified `model.generate(past_key_values=cache)`.
@@ -57,10 +59,14 @@ class SparseCache(Cache):
         for index in ours:
             layers[index] = self.make_layer(index)
         super().__init__(layers=layers)
+        self.session.layers = self.layers
         self._sparse = ours
+        self._first_sparse = ours[0] if ours else -1
         self._room: int | None = None
+        self._moves = 0
         self._step_prepared = False
         self._growth = self.options.reserve
+        self.binding.attach()
 
     # --- what a method fills in ------------------------------------------------------------------------------------
 
@@ -83,9 +89,7 @@ class SparseCache(Cache):
             raise UnsupportedOperationError(
                 f"layer {layer_idx} does not exist in this cache: it was made for a model with {len(self.layers)} layers."
             )
-        if self.session.restart_pending:
-            self._restart(kwargs)
-        if not torch.compiler.is_compiling():
+        if layer_idx == self._first_sparse and not torch.compiler.is_compiling():
             self._prepare_step(key_states.shape[2])
             self._step_prepared = False
         return super().update(key_states, value_states, layer_idx, *args, **kwargs)
@@ -93,13 +97,28 @@ class SparseCache(Cache):
     def get_mask_sizes(self, query_length: int, layer_idx: int) -> tuple[int, int]:
         """`(length, offset)` for the mask of a layer; also tells our mask function whose mask is being built."""
         layer = self.layers[layer_idx] if layer_idx < len(self.layers) else None
-        ours = isinstance(layer, SparseLayer)
-        handoff.offer_mask(layer if ours else None)
-        if ours and not torch.compiler.is_compiling():
+        length, offset = super().get_mask_sizes(query_length, layer_idx)
+        if not isinstance(layer, SparseLayer):
+            return length, offset
+        if not torch.compiler.is_compiling():
             # `generate()` builds the masks outside the compiled step, which makes this the place to grow buffers.
             self._step_prepared = False
             self._prepare_step(query_length)
-        return super().get_mask_sizes(query_length, layer_idx)
+        return handoff.offer_mask(layer, length), offset
+
+    def prepare_decode(self) -> bool:
+        """Makes room for a one-token step, as `get_mask_sizes` does inside `generate()`; for loops that replay a graph.
+
+        Returns:
+            True when buffers moved, so that a captured graph must be recorded again.
+        """
+        moves, self._step_prepared = self._moves, False
+        self._prepare_step(1)
+        return self._moves > moves
+
+    def mark_prepared(self) -> None:
+        """The next forward needs no room made: it is being recorded, and may not wait for the device."""
+        self._step_prepared = True
 
     def _prepare_step(self, query_length: int) -> None:
         """Makes sure that a one-token step finds room, without asking the device more than once per `reserve` tokens."""
@@ -111,23 +130,22 @@ class SparseCache(Cache):
             return
         if self._room is None or self._room < 1:
             self._room = self._measure_room()
+        if self._room is None:
+            return
         if self._room < 1:
-            for index in self._sparse:
-                self.layers[index].grow(self._growth)
+            for layer in self.sparse_layers:
+                if layer.open_room() is not None:
+                    layer.grow(self._growth)
             self._room, self._growth = self._growth, self._growth * 2
+            self._moves += 1
         self._room -= 1
 
-    def _measure_room(self) -> int:
-        rooms = [layer.open_room() for layer in self.sparse_layers if layer.is_initialized]
-        rooms = [room for room in rooms if room is not None]
-        return min(rooms) if rooms else 2**62
-
-    def _restart(self, update_kwargs: dict) -> None:
-        position_ids = (update_kwargs.get("kwargs") or {}).get("position_ids")
-        self.session.restart(position_ids)
-        for layer in self.layers:
-            layer.reset()
-        self._room = None
+    def _measure_room(self) -> int | None:
+        """One-token steps that fit; None while some layer has not seen a prompt."""
+        if not all(layer.is_initialized for layer in self.sparse_layers):
+            return None
+        rooms = [layer.open_room() for layer in self.sparse_layers]
+        return min((room for room in rooms if room is not None), default=_NEVER_FULL)
 
     def reset(self) -> None:
         """Forgets everything seen; buffers stay, so compiled graphs stay valid."""
@@ -142,26 +160,36 @@ class SparseCache(Cache):
         Raises:
             UnsupportedOperationError: where older tokens were overwritten or evicted and cannot come back.
         """
-        if not self.session.clocks or self.session.batch is None:
+        if self.session.batch is None:
+            super().crop(tokens_to_remove)
             return
         seen = self.session.seen()
         removed = self._tokens_to_remove(int(tokens_to_remove), seen)
-        if removed == 0:
-            return
-        if not self.is_croppable:
-            raise UnsupportedOperationError(
-                f"{type(self).__name__} cannot take tokens back: newer tokens replaced older ones in place. Use decode='grow' or "
-                "a method that evicts nothing."
-            )
         if removed >= seen:
             self.reset()
             return
         first_removed = seen - removed - self.session.pad
+        self._check_crop(removed, first_removed)
         for layer in self.layers:
-            layer.crop(first_removed if isinstance(layer, SparseLayer) else -removed)
-        for clock in self.session.clocks.values():
-            clock.set(seen - removed, self.session.pad)
+            if not isinstance(layer, SparseLayer):
+                layer.crop(-removed if compat.CROP_IS_RELATIVE else seen - removed)
+            elif removed:
+                layer.crop(first_removed)
+        self.session.rewind(seen - removed)
         self._room = None
+
+    def _check_crop(self, removed: int, first_removed: Tensor) -> None:
+        """Raises before anything was changed."""
+        if removed == 0:
+            return
+        for index, layer in enumerate(self.layers):
+            if isinstance(layer, SparseLayer):
+                layer.check_crop(first_removed)
+            elif compat.is_sliding_layer(layer) and not compat.can_crop_sliding(layer):
+                raise UnsupportedOperationError(
+                    f"layer {index} is a sliding window of {layer.sliding_window} tokens that has moved on; it cannot take tokens "
+                    "back unless it recorded its past (assisted decoding does so)."
+                )
 
     @staticmethod
     def _tokens_to_remove(argument: int, seen: int) -> int:
@@ -180,13 +208,18 @@ class SparseCache(Cache):
         """Transformers is about to feed drafts that it may take back (assisted decoding, prompt lookup)."""
         if not self.is_croppable:
             raise UnsupportedOperationError(
-                f"{type(self).__name__} evicts in place while it decodes and cannot take drafts back; for assisted decoding use a "
-                "method that grows (decode='grow') or evicts nothing."
+                f"{type(self).__name__} evicts, and drafts that came with the prompt would take part in the choice; for assisted "
+                "decoding use a method that evicts nothing."
             )
         self.session.record_past = True
         for layer in self.layers:
             if hasattr(layer, "activate_past_recording"):
                 layer.activate_past_recording()
+
+    @property
+    def can_rewind(self) -> bool:
+        """Whether `crop` can take back tokens that were decoded one by one since the last compression."""
+        return all(getattr(layer, "can_rewind", False) for layer in self.layers)
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
         """Row `i` becomes what row `beam_idx[i]` was, in every layer."""

@@ -98,10 +98,9 @@ def _read(folder: Path) -> tuple[dict, dict[str, torch.Tensor]]:
 
 def _restore(cache, meta: dict, tensors: dict[str, torch.Tensor], device: torch.device) -> None:
     session = cache.session
-    if meta["pad"] is None:
-        return
-    session.batch, session.pad = len(meta["pad"]), torch.tensor(meta["pad"], dtype=torch.int64)
-    session.decoding = meta["decoding"]
+    if meta["pad"] is not None:
+        session.batch, session.pad = len(meta["pad"]), torch.tensor(meta["pad"], dtype=torch.int64)
+        session.decoding = meta["decoding"]
     for index, (layer, saved) in enumerate(zip(cache.layers, meta["layers"], strict=True)):
         if saved["empty"]:
             continue

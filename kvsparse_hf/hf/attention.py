@@ -8,6 +8,7 @@ Whenever the cache is not ours (or there is none), both functions pass everythin
 import torch
 from torch import nn
 from transformers import PretrainedConfig, PreTrainedModel
+from transformers.masking_utils import causal_mask_function
 
 from ..errors import UnsupportedModelError, UnsupportedOperationError
 from . import compat, handoff
@@ -29,16 +30,17 @@ def base_of(config: PretrainedConfig) -> str:
     return name.removeprefix(NAME).removeprefix("_") or "sdpa"
 
 
-def attach(config: PretrainedConfig) -> None:
-    """Switches the attention of the model of this (decoder) config to ours, on top of what it uses now.
-
-    Raises:
-        UnsupportedModelError: for a base attention we do not know how to stand on.
-    """
+def check_base(config: PretrainedConfig) -> None:
+    """Refuses a base attention we do not know how to stand on."""
     base = base_of(config)
     if base not in BASES:
         hint = "load the model with attn_implementation='sdpa'"
         raise UnsupportedModelError(f"attention {base!r} is not supported as a base (known: {', '.join(BASES)}); {hint}.")
+
+
+def attach(config: PretrainedConfig) -> None:
+    """Switches the attention of the model of this (decoder) config to ours, on top of what it uses now."""
+    base = base_of(config)
     name = NAME if base == "sdpa" else f"{NAME}_{base}"
     compat.register_attention(name, kvsparse_attention_forward, kvsparse_mask)
     if config._attn_implementation != name:
@@ -107,7 +109,7 @@ def kvsparse_attention_forward(
     Returns:
         `([B, T, Hq, Dv], weights or None)`. Weights exist only where the base attention gives them (eager prefill).
     """
-    layer = handoff.take_attention()
+    layer = handoff.take_attention(key)
     if layer is None:
         return base_attention(module, query, key, value, attention_mask, *args, **kwargs)
     layer_idx = getattr(module, "layer_idx", layer.layer_idx)
@@ -134,11 +136,19 @@ def kvsparse_mask(
     forwards of ours need nothing but the padding, which the cache knows: they get a fixed `[B, 1, 1, 1]` tensor (its
     four dimensions make Transformers pass it on untouched), never a mask that grows with the sequence.
     """
-    layer = handoff.take_mask()
+    layer = handoff.take_mask(kv_length)
     config = kwargs.get("config")
     if layer is not None:
         mask = layer.prepare_mask(config, batch_size, q_length, kwargs.get("mask_function"), kwargs.get("attention_mask"))
         if mask is not None:
             return mask
+        kv_length, q_offset, kv_offset = q_length, 0, 0  # a first forward, also where the cache starts over
     base = base_of(config) if config is not None else "sdpa"
     return compat.base_mask_function(base)(batch_size, q_length, kv_length, q_offset, kv_offset, *args, **kwargs)
+
+
+def first_mask(config: PretrainedConfig, query: torch.Tensor) -> torch.Tensor | None:
+    """The base attention's mask of an unpadded first forward with these queries `[B, Hq, T, D]`."""
+    batch, _, tokens, _ = query.shape
+    options = dict(mask_function=causal_mask_function, attention_mask=None, dtype=query.dtype, device=query.device)
+    return compat.base_mask_function(base_of(config))(batch, tokens, tokens, 0, 0, config=config, **options)

@@ -6,7 +6,7 @@ from transformers import AutoModelForCausalLM, AutoModelForMaskedLM, PretrainedC
 
 from ..errors import UnsupportedModelError, UnsupportedOperationError
 from . import compat
-from .attention import attach, base_of, is_attached
+from .attention import attach, base_of, check_base, is_attached
 
 _WHY_ENCODER = "an encoder-decoder keeps a second, cross-attention cache that this library does not serve"
 
@@ -35,7 +35,7 @@ class Binding:
 
     @classmethod
     def of(cls, model: PreTrainedModel | PretrainedConfig) -> "Binding":
-        """Reads a model (or its config), refuses what cannot work, and switches its attention to ours."""
+        """Reads a model (or its config) and refuses what cannot work. Changes nothing yet."""
         model = unwrap(model)
         whole = getattr(model, "config", model)
         if not isinstance(whole, PretrainedConfig):
@@ -46,11 +46,15 @@ class Binding:
         model_class = type(model) if isinstance(model, PreTrainedModel) else _class_of(whole)
         _check_decoder(config, model_class, model if isinstance(model, PreTrainedModel) else None)
         _check_softcap(config)
-        attach(config)
+        check_base(config)
         query_heads = getattr(config, "num_attention_heads", 0) or 0
         kv_heads = getattr(config, "num_key_value_heads", None) or query_heads
         head_dim = getattr(config, "head_dim", None) or (config.hidden_size // query_heads if query_heads else 0)
         return cls(config, model_class, config.num_hidden_layers, query_heads, kv_heads, head_dim)
+
+    def attach(self) -> None:
+        """Switches the model's attention to ours."""
+        attach(self.config)
 
     def check_attached(self) -> None:
         """Refuses to run once the model's attention was switched back."""
@@ -74,7 +78,13 @@ class Binding:
                 )
 
     def check_heads(self, kv_heads: int, head_dim: int) -> None:
-        """Refuses keys of another model. Fewer heads are fine where they divide (tensor parallelism)."""
+        """Refuses keys of another model. Fewer heads are fine where they divide (tensor parallelism), and latent attention
+        (MLA) has key dimensions of its own."""
+        latent = getattr(self.config, "kv_lora_rank", None) is not None
+        if self.head_dim and head_dim != self.head_dim and not latent:
+            raise UnsupportedOperationError(
+                f"this cache was made for a model with head dimension {self.head_dim}, got keys with {head_dim}."
+            )
         wrong_heads = self.kv_heads and (kv_heads > self.kv_heads or self.kv_heads % kv_heads)
         if wrong_heads and kv_heads != self.query_heads:
             raise UnsupportedOperationError(

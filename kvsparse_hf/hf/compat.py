@@ -7,6 +7,7 @@ from collections.abc import Callable
 from torch import nn
 from transformers import AttentionInterface, AttentionMaskInterface, DynamicCache, PretrainedConfig
 from transformers.cache_utils import CacheLayerMixin, DynamicLayer, DynamicSlidingWindowLayer
+from transformers.generation.utils import GENERATION_MODES_MAPPING
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, causal_mask_function, create_causal_mask
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
@@ -17,10 +18,14 @@ __all__ = [
     "CROP_IS_RELATIVE",
     "base_attention_function",
     "base_mask_function",
+    "can_crop_sliding",
+    "check_layer_kinds",
+    "generate_locals",
     "is_full_attention_layer",
     "is_plain_causal",
     "is_sliding_layer",
     "layer_template",
+    "plain_decoding",
     "register_attention",
     "text_config",
 ]
@@ -50,6 +55,11 @@ def is_full_attention_layer(layer: CacheLayerMixin) -> bool:
 def is_sliding_layer(layer: CacheLayerMixin) -> bool:
     """True for Transformers' plain sliding-window (or chunked-attention) layer."""
     return type(layer) is DynamicSlidingWindowLayer
+
+
+def can_crop_sliding(layer: DynamicSlidingWindowLayer) -> bool:
+    """Whether Transformers' sliding-window layer can still take tokens back."""
+    return layer.get_seq_length() < layer.sliding_window or getattr(layer, "record_past", False)
 
 
 def is_plain_causal(mask_function: Callable) -> bool:
@@ -99,3 +109,26 @@ def check_layer_kinds(layers: list[CacheLayerMixin], model_type: str) -> None:
             raise UnsupportedModelError(
                 f"{model_type}: layer {index} keeps a {type(layer).__name__}, which this library does not know how to replace."
             )
+
+
+def generate_locals() -> dict:
+    """Arguments of the running `generate()` that it does not pass on to a `custom_generate` callable.
+
+    `streamer`, `assistant_model` and the tokenizers are named parameters of `generate()`, which drops them for callables;
+    the only place that still has them is its frame.
+    """
+    frame = inspect.currentframe()
+    while frame is not None:
+        if frame.f_code.co_name == "generate" and "generation_mode" in frame.f_locals:
+            names = ("streamer", "assistant_model", "assistant_tokenizer", "tokenizer")
+            found = {name: frame.f_locals.get(name) for name in names}
+            kwargs = frame.f_locals.get("kwargs") or {}
+            return {name: value if value is not None else kwargs.get(name) for name, value in found.items()}
+        frame = frame.f_back
+    return {}
+
+
+def plain_decoding(model, generation_config, assistant_model) -> Callable:
+    """Transformers' own loop for the mode that `generation_config` asks for, as an unbound method."""
+    mode = generation_config.get_generation_mode(assistant_model)
+    return getattr(type(model), GENERATION_MODES_MAPPING[mode])

@@ -1,31 +1,49 @@
 """Hands the cache layer from `update()` to the attention function, and from `get_mask_sizes()` to the mask function.
 
-Transformers gives attention and mask functions no cache. Both hand-offs happen within one thread and one model call, so
-a thread-local slot carries them: set just before, taken (and cleared) just after. Nothing is stored on modules.
+Transformers gives attention and mask functions no cache. Both hand-offs happen within one thread and one model call. The
+attention one goes through a thread-local slot that also remembers the keys it belongs to, so that a slot left over from
+an interrupted forward is never mistaken for this one. The mask one rides on the length itself: a subclass of int, which
+only our mask function looks into. While a graph is traced neither trick works, nor is needed: the plain slots serve.
 """
 
 import threading
 from typing import Any
 
+import torch
+from torch import Tensor
+
 
 class _Slots(threading.local):
     attention: Any = None
+    keys: Tensor | None = None
     mask: Any = None
 
 
 _slots = _Slots()
 
 
-def offer_attention(layer: Any) -> None:
-    """`update()` of one of our layers ran; the next attention call belongs to it."""
+class _LengthOf(int):
+    """A mask length that knows the cache layer it was asked of."""
+
+    layer: Any
+
+
+def offer_attention(layer: Any, keys: Tensor) -> None:
+    """`update()` of one of our layers ran with `keys`; the attention call with these keys belongs to it."""
     _slots.attention = layer
+    _slots.keys = keys
 
 
-def take_attention() -> Any:
-    """The layer whose `update()` ran just before in this thread, or None."""
-    layer = _slots.attention
-    _slots.attention = None
-    return layer
+def take_attention(keys: Tensor) -> Any:
+    """The layer whose `update()` returned exactly `keys` just before in this thread, or None."""
+    layer, offered = _slots.attention, _slots.keys
+    _slots.attention = _slots.keys = None
+    if layer is None or torch.compiler.is_compiling() or offered is keys:
+        return layer
+    if offered.shape == keys.shape and offered.data_ptr() == keys.data_ptr():
+        return layer
+    layer.session.unclaimed = layer.layer_idx
+    return None
 
 
 def pending_attention() -> Any:
@@ -33,13 +51,24 @@ def pending_attention() -> Any:
     return _slots.attention
 
 
-def offer_mask(layer: Any) -> None:
-    """`get_mask_sizes()` was asked of `layer` (None: of a layer that is not ours)."""
-    _slots.mask = layer
+def drop_attention() -> None:
+    """Forgets an offer that nobody took."""
+    _slots.attention = _slots.keys = None
 
 
-def take_mask() -> Any:
-    """The layer whose mask sizes were asked just before in this thread, or None."""
-    layer = _slots.mask
-    _slots.mask = None
-    return layer
+def offer_mask(layer: Any, length: int) -> int:
+    """`get_mask_sizes()` was asked of `layer`; returns the length in a form from which the mask function finds it."""
+    if torch.compiler.is_compiling():
+        _slots.mask = layer
+        return length
+    tagged = _LengthOf(length)
+    tagged.layer = layer
+    return tagged
+
+
+def take_mask(length: int) -> Any:
+    """The layer of ours that `length` was asked of, or None."""
+    if torch.compiler.is_compiling():
+        layer, _slots.mask = _slots.mask, None
+        return layer
+    return length.layer if isinstance(length, _LengthOf) else None

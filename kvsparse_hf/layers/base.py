@@ -9,9 +9,16 @@ from transformers.cache_utils import CacheLayerMixin
 
 from ..errors import UnsupportedOperationError
 from ..hf import compat, handoff
-from ..hf.attention import base_attention
+from ..hf.attention import base_attention, first_mask
 from .session import Clock, Session
 from .store import RaggedStore, storage_bytes
+
+
+def _may_wait(tensor: Tensor) -> bool:
+    """Whether the host may ask the device something now: not while a graph is traced or captured."""
+    if torch.compiler.is_compiling():
+        return False
+    return not (tensor.is_cuda and torch.cuda.is_current_stream_capturing())
 
 
 @dataclass(frozen=True)
@@ -45,12 +52,18 @@ class AttentionCall:
 class SparseLayer(CacheLayerMixin):
     """Base of our layers: counters, padding, the three kinds of forward, and Transformers' bookkeeping calls.
 
-    Subclasses implement `absorb` (what to do with a multi-token forward) and `decode` (a one-token step).
+    Subclasses implement `absorb_prompt` and `absorb_turn` (what to do with a multi-token forward) and `decode` (a one-token
+    step).
+
+    Attributes:
+        is_croppable: drafts can be taken back without a trace, so Transformers may use assisted decoding.
+        can_rewind: at least the tokens decoded one by one since the last compression can be taken back.
     """
 
     is_sliding = False
     is_compileable = True
     is_croppable = True
+    can_rewind = True
     supports_early_init = False
 
     def __init__(self, layer_idx: int, session: Session):
@@ -74,28 +87,30 @@ class SparseLayer(CacheLayerMixin):
         session = self.session
         session.binding.check_attached()
         waiting = handoff.pending_attention()
-        if waiting is not None and waiting.session is session:
-            handoff.take_attention()
+        if session.unclaimed is not None or (waiting is not None and waiting.session is session):
+            missed = session.unclaimed if session.unclaimed is not None else waiting.layer_idx
+            handoff.drop_attention()
             raise UnsupportedOperationError(
-                f"layer {waiting.layer_idx} of this model did not call the 'kvsparse' attention function; its attention was "
-                "switched, or the model does not use Transformers' AttentionInterface."
+                f"the keys and values of layer {missed} never reached the 'kvsparse' attention function: the model's attention was "
+                "switched, it does not use Transformers' AttentionInterface, or a forward was interrupted (then reset() the cache)."
             )
         if not torch.compiler.is_compiling():
             session.check_batch(key_states.shape[0])
             session.binding.check_heads(key_states.shape[1], key_states.shape[3])
-        handoff.offer_attention(self)
+        handoff.offer_attention(self, key_states)
         return key_states, value_states
 
     def attend(self, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, *args, **kwargs):
         """One attention call of this layer. Shapes as in `kvsparse_attention_forward`; returns `([B, T, Hq, Dv], weights)`."""
+        session, tokens = self.session, query.shape[2]
+        if _may_wait(key) and self is session.first_sparse:
+            session.check_positions(kwargs.get("position_ids"), tokens)
         if not self.is_initialized:
             return self._first_forward(module, query, key, value, mask, *args, **kwargs)
         call = AttentionCall.of(module, query.shape[-1], kwargs)
-        if query.shape[2] == 1:
-            clock = self.session.clock(key.device)
-            if clock.leader == self.layer_idx:
-                clock.advance(1)
-            out = self.decode(query[:, :, 0], key[:, :, 0], value[:, :, 0], clock, call)
+        if tokens == 1 and not session.padding_open:
+            clock = session.advance(self.layer_idx, key.device, 1)
+            out = self.decode(query[:, :, 0], key[:, :, 0].detach(), value[:, :, 0].detach(), clock, call)
             return out.unsqueeze(1), None
         return self._later_forward(query, key, value, call), None
 
@@ -103,26 +118,30 @@ class SparseLayer(CacheLayerMixin):
     def _first_forward(self, module, query, key, value, mask, *args, **kwargs):
         """The model's own attention over the prompt, bit for bit; then this layer takes what it keeps."""
         call = AttentionCall.of(module, query.shape[-1], kwargs)
-        self.session.check_restart(kwargs.get("position_ids"))
-        self.session.begin(self.layer_idx, key, has_mask=mask is not None)
+        session = self.session
+        if mask is not None and mask.shape[1:] == (1, 1, 1) and mask.dtype == torch.int32:
+            mask = first_mask(module.config, query)  # ours, from before the cache started over
+        session.begin(self.layer_idx, key, has_mask=mask is not None)
         out = base_attention(module, query, key, value, mask, *args, **kwargs)
         self.device = key.device
-        positions = torch.arange(key.shape[2], device=key.device) - self.session.clock(key.device).pad.unsqueeze(1)
-        pad = self.session.clock(key.device).pad.long().unsqueeze(1).expand(-1, key.shape[1])
-        self.absorb_prompt(query, key, value, positions.unsqueeze(1).expand(-1, key.shape[1], -1), pad, call)
+        clock = session.clock(key.device)
+        positions = torch.arange(key.shape[2], device=key.device) - clock.pad.unsqueeze(1)
+        pad = clock.pad.long().unsqueeze(1).expand(-1, key.shape[1])
+        with torch.no_grad():
+            self.absorb_prompt(query, key, value, positions.unsqueeze(1).expand(-1, key.shape[1], -1), pad, call)
         self.is_initialized = True
         return out
 
     @torch.compiler.disable
     def _later_forward(self, query: Tensor, key: Tensor, value: Tensor, call: AttentionCall) -> Tensor:
         """Chunked prefill, a next turn, or a draft: attention over kept + new, then this layer takes the new tokens."""
-        clock = self.session.clock(key.device)
         tokens = key.shape[2]
-        if clock.leader == self.layer_idx:
-            clock.advance(tokens)
+        clock = self.session.advance(self.layer_idx, key.device, tokens)
         positions = clock.newest.long().unsqueeze(1) + torch.arange(1 - tokens, 1, device=key.device)
         pad = (-positions[:, 0]).clamp(0, tokens)  # leading new tokens that are still padding
-        return self.absorb_turn(query, key, value, positions, pad, call).transpose(1, 2).contiguous()
+        with torch.no_grad():
+            out = self.absorb_turn(query, key, value, positions, pad, call)
+        return out.transpose(1, 2).contiguous()
 
     @abstractmethod
     def absorb_prompt(self, query, key, value, positions, pad, call: AttentionCall) -> None:
@@ -147,7 +166,7 @@ class SparseLayer(CacheLayerMixin):
         """
         session = self.session
         session.binding.check_config(config)
-        if session.announce(attention_mask, batch, q_length, self.is_initialized) or not self.is_initialized:
+        if session.announce(attention_mask, batch, q_length):
             return None
         if q_length > 1 and not compat.is_plain_causal(mask_function):
             raise UnsupportedOperationError(
@@ -197,6 +216,9 @@ class SparseLayer(CacheLayerMixin):
         """Repeats every row `repeats` times."""
         if self.is_initialized:
             self.reorder_cache(torch.arange(self.store.batch).repeat_interleave(repeats))
+
+    def check_crop(self, first_removed: Tensor) -> None:
+        """Raises `UnsupportedOperationError` where tokens from positions `first_removed` `[B]` on cannot be taken back."""
 
     def crop(self, first_removed: Tensor) -> None:
         """Forgets the tokens at positions `first_removed` `[B]` and later (`SparseCache.crop` works this out)."""

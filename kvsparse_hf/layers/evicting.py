@@ -5,12 +5,14 @@ from torch import Tensor
 
 from .. import ops
 from ..hf.rotary import KeyRotation
+from ..errors import UnsupportedOperationError
 from ..policy.base import Candidates, Policy
+from ..policy.budgets import Cost
 from ..policy.select import protected_mask, select_top
 from .base import AttentionCall, SparseLayer
 from .positions import CachePositions
 from .session import Clock, Session
-from .store import RaggedStore, mark_static
+from .store import RaggedStore, static_copy
 
 
 class EvictingLayer(SparseLayer):
@@ -41,11 +43,28 @@ class EvictingLayer(SparseLayer):
         self.reserve = reserve
         self.backend = backend
         self.cache_positions = CachePositions(rotation) if rotation is not None else None
+        self._limit: Tensor | None = None  # [B, H] entries a bounded segment may reach
+        self._settled: Tensor | None = None  # [B] tokens that went through a compression which dropped some
 
     @property
     def is_croppable(self) -> bool:
-        """Whether tokens can be taken back without a trace: not where decode overwrites older ones."""
+        """Only where nothing is ever evicted: drafts that came with the prompt would take part in the choice."""
+        return self.policy.budget is None
+
+    @property
+    def can_rewind(self) -> bool:
         return not self.policy.bounded
+
+    def check_crop(self, first_removed: Tensor) -> None:
+        if self.policy.bounded:
+            raise UnsupportedOperationError(
+                "tokens cannot be taken back: newer tokens replaced older ones in place. Use decode='grow' or a method that evicts "
+                "nothing."
+            )
+        if self._settled is not None and bool((first_removed < self._settled).any()):
+            raise UnsupportedOperationError(
+                f"tokens before position {int(self._settled.max())} were compressed and cannot be taken back; reset() the cache."
+            )
 
     # --- multi-token forwards --------------------------------------------------------------------------------------
 
@@ -75,7 +94,7 @@ class EvictingLayer(SparseLayer):
             room = int((store.capacity - store.length).min())
             if room < key.shape[2]:
                 self.grow(key.shape[2] - room + self.reserve)
-            self.store.append(key, value, positions, pad)
+            self.store.append(key.detach(), value.detach(), positions, pad)
         return out
 
     def _compresses_turns(self) -> bool:
@@ -104,10 +123,11 @@ class EvictingLayer(SparseLayer):
         )
         available = (keys.shape[2] - pad).cpu()
         seen = positions[:, 0, -1].cpu() + 1
-        counts = policy.counts(candidates, available, seen, session.bytes_per_token(keys, values))
+        counts = policy.counts(candidates, available, seen, self._cost(keys, values))
         if bool((available <= counts).all()):
             index = _all_valid(pad, keys.shape[2])
         else:
+            self._settled = seen
             scores = policy.scores(candidates)
             if scores is None:
                 scores = torch.zeros(keys.shape[:3], device=keys.device)
@@ -116,19 +136,30 @@ class EvictingLayer(SparseLayer):
             index = select_top(scores, pad, protect, on_device)
         self._rebuild(keys, values, positions, index, counts)
 
+    def _cost(self, keys: Tensor, values: Tensor) -> Cost:
+        """What one row pays over all budgeted layers: key, value and position per entry, five counters per head, and the
+        second copy of the keys that `positions="cache"` moves."""
+        heads = keys.shape[1] * self.session.budgeted_layers
+        key = keys.shape[-1] * keys.element_size()
+        entry, fixed = key + values.shape[-1] * values.element_size() + 4, 24
+        if self.cache_positions is not None:
+            moved = self.policy.moved_slots
+            entry, fixed = (entry + key, fixed) if moved is None else (entry, fixed + moved * key)
+        return Cost(entry * heads, fixed * heads)
+
     def _rebuild(self, keys, values, positions, index, counts: Tensor) -> None:
         policy = self.policy
         kept = (index >= 0).sum(-1).cpu()
+        needed = (kept + self.reserve).clamp(min=1)
         if policy.bounded:
-            capacity, pinned = counts, policy.pinned(counts, kept)
-        else:
-            capacity = kept + self.reserve
-            pinned = capacity
-        if self.store is None or not self.store.fits(capacity, keys, values):
+            self._limit = counts
+            needed = torch.minimum(needed, counts)
+        if self.store is None or not self.store.fits(needed, keys, values):
             self.store = None  # free the old buffers before the new ones are allocated
-            self.store = RaggedStore(capacity.clamp(min=1), keys, values)
-        elif not policy.bounded:
-            capacity = pinned = self.store.allocated
+            self.store = RaggedStore(needed, keys, values)
+        allocated = self.store.allocated
+        capacity = torch.minimum(allocated, counts) if policy.bounded else allocated
+        pinned = policy.pinned(counts, kept) if policy.bounded else capacity
         self.store.fill(keys, values, positions, index, capacity, pinned)
         if self.cache_positions is not None:
             self.cache_positions.rebuild(self.store, int(pinned.max()) if policy.bounded else int(kept.max()))
@@ -168,25 +199,50 @@ class EvictingLayer(SparseLayer):
         return out
 
     def open_room(self) -> int | None:
-        if self.policy.bounded or self.store is None:
+        if self.store is None:
             return None
-        return int((self.store.capacity - self.store.length).min())
+        room = (self.store.capacity - self.store.length).cpu()
+        if not self.policy.bounded:
+            return int(room.min())
+        growing = self.store.allocated < self._limit
+        return int(room[growing].min()) if bool(growing.any()) else None
 
     def grow(self, room: int) -> None:
-        self.store = self.store.grown(room)
+        allocated = self.store.allocated + room
+        if self.policy.bounded:
+            self.store = self.store.grown(torch.minimum(allocated, self._limit))
+        else:
+            self.store = self.store.grown(allocated)
+            self.store.pinned.copy_(self.store.capacity)
+
+    def reset(self) -> None:
+        super().reset()
+        self._settled = None
 
     # --- bookkeeping -----------------------------------------------------------------------------------------------
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
         super().reorder_cache(beam_idx)
-        if self.is_initialized and self.cache_positions is not None:
+        if not self.is_initialized:
+            return
+        host = beam_idx.cpu()
+        self._limit = None if self._limit is None else self._limit[host]
+        self._settled = None if self._settled is None else self._settled[host]
+        if self.cache_positions is not None:
             self.cache_positions.select_batch(beam_idx)
+
+    def saved_state(self) -> dict:
+        limit, settled = self._limit, self._settled
+        lists = {"limit": limit, "settled": settled}
+        return {**super().saved_state(), **{name: None if t is None else t.tolist() for name, t in lists.items()}}
 
     def restore(self, tensors: dict[str, Tensor], saved: dict, device: torch.device) -> None:
         raw = tensors.pop("raw_keys", None)
         super().restore(tensors, saved, device)
+        self._limit = None if saved["limit"] is None else torch.tensor(saved["limit"])
+        self._settled = None if saved["settled"] is None else torch.tensor(saved["settled"])
         if raw is not None:
-            self.cache_positions.raw = mark_static(raw)
+            self.cache_positions.raw = static_copy(raw)
 
     def tensors(self) -> dict[str, Tensor]:
         extra = self.cache_positions.tensors() if self.cache_positions is not None else {}

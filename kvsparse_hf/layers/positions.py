@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from ..hf.rotary import KeyRotation
-from .store import RaggedStore, mark_static
+from .store import RaggedStore, static_copy
 
 
 class CachePositions:
@@ -31,7 +31,7 @@ class CachePositions:
         if self.raw is not None and self.raw.shape == raw.shape:
             self.raw.copy_(raw)
         else:
-            self.raw = mark_static(raw.clone())
+            self.raw = static_copy(raw)
         rows, valid = store.slots()
         self._move(store, store.positions[rows].masked_fill(~valid, -1).amax(dim=(1, 2)))
 
@@ -74,7 +74,7 @@ class CachePositions:
         if selected.shape == self.raw.shape:
             self.raw.copy_(selected)
         else:
-            self.raw = mark_static(selected.clone())
+            self.raw = static_copy(selected)
 
     def tensors(self) -> dict[str, Tensor]:
         return {} if self.raw is None else {"raw_keys": self.raw}

@@ -5,7 +5,7 @@ from torch import Tensor
 
 from ..errors import UnsupportedOperationError
 from ..hf.binding import Binding
-from .store import mark_static
+from .store import static_zeros
 
 
 class Clock:
@@ -19,9 +19,9 @@ class Clock:
     """
 
     def __init__(self, batch: int, device: torch.device, leader: int):
-        self.state = mark_static(torch.zeros(1 + batch, dtype=torch.int32, device=device))
-        self.pad = mark_static(torch.zeros(batch, dtype=torch.int32, device=device))
-        self.mask = mark_static(torch.zeros(batch, 1, 1, 1, dtype=torch.int32, device=device))
+        self.state = static_zeros(1 + batch, dtype=torch.int32, device=device)
+        self.pad = static_zeros(batch, dtype=torch.int32, device=device)
+        self.mask = static_zeros(batch, 1, 1, 1, dtype=torch.int32, device=device)
         self.leader = leader
 
     def set(self, seen: int, pad: Tensor) -> None:
@@ -46,77 +46,75 @@ class Session:
     """Shared by all layers of one cache; copied with it.
 
     Attributes:
+        binding: the model.
+        budgeted_layers: layers that share the budget.
+        layers: all layer objects of the cache, ours and Transformers' own.
         batch: rows, None before the first forward.
         pad: `[B]` int64 on the host, leading padding.
+        host_seen: tokens that the host knows were seen, padding included. Steps inside a compiled or replayed graph are
+            not counted, so this is a lower bound of `seen()`.
         decoding: a one-token step has run since the prompt; a later multi-token forward is a new turn, not a chunk of
             the prompt.
+        padding_open: some row has seen nothing but padding, so its next token may be padding too.
         record_past: Transformers asked to be able to take tokens back (assisted decoding).
-        budgeted_layers: layers that share the budget.
         restart_pending: the coming forward re-sends the whole sequence, so the cache starts over.
+        unclaimed: layer whose keys never reached our attention function.
     """
 
     def __init__(self, binding: Binding, budgeted_layers: int):
         self.binding = binding
         self.budgeted_layers = budgeted_layers
+        self.layers: list = []
         self.clocks: dict[torch.device, Clock] = {}
-        self.batch: int | None = None
-        self.pad: Tensor | None = None
-        self.decoding = False
-        self.record_past = False
-        self.restart_pending = False
-        self._announced_pad: Tensor | None = None
-        self._restarted = False
+        self.reset()
+
+    @property
+    def first_sparse(self):
+        """The first layer that is ours; it checks each forward on behalf of the others."""
+        return next((layer for layer in self.layers if hasattr(layer, "session")), None)
 
     def reset(self) -> None:
         """Forgets the conversation, keeps the clocks' buffers."""
-        self.batch = self.pad = self._announced_pad = None
-        self.decoding = self.record_past = self.restart_pending = self._restarted = False
-
-    def restart(self, position_ids: Tensor | None) -> None:
-        """Starts over for a forward that re-sends the whole sequence; the caller resets the layers."""
-        self._restarted = True
-        self.check_restart(position_ids)
-        pad, record_past = self._announced_pad, self.record_past
-        self.reset()
-        self._announced_pad, self.record_past, self._restarted = pad, record_past, True
-
-    def check_restart(self, position_ids: Tensor | None) -> None:
-        """Tells a re-sent sequence (positions from 0) from new tokens under a mask that leaves out the seen ones."""
-        if self._restarted and position_ids is not None and int(position_ids.min()) > 0:
-            raise UnsupportedOperationError(
-                "the attention mask covers only the new tokens, but this cache has seen others: pass a mask over all of them."
-            )
-        self._restarted = self._restarted and position_ids is None
+        self.batch: int | None = None
+        self.pad: Tensor | None = None
+        self.host_seen = 0
+        self.decoding = self.padding_open = self.record_past = self.restart_pending = False
+        self.unclaimed: int | None = None
+        self._announced_pad: Tensor | None = None
 
     # --- before the forward: the mask function ---------------------------------------------------------------------
 
-    def announce(self, mask: Tensor | None, batch: int, q_length: int, started: bool) -> bool:
-        """Reads the 2-D padding mask of the coming forward. One-token steps are not checked: that would cost a sync.
+    def announce(self, mask: Tensor | None, batch: int, q_length: int) -> bool:
+        """Reads the 2-D padding mask of the coming forward.
 
         Returns:
-            True when this forward re-sends the whole sequence (`generate()` does so for a prompt with no new token):
-            it then counts as a first forward.
+            True when it is a first forward: the cache is empty, or the whole sequence is sent again (`generate()` does so
+            for a prompt with no new token).
 
         Raises:
-            UnsupportedOperationError: right padding or holes, another padding than before, or another batch size.
+            UnsupportedOperationError: right padding or holes, another padding than before, another batch size, or a mask
+                that leaves out tokens this cache has seen.
         """
-        restart = started and mask is not None and mask.shape[1] == q_length
-        if restart or not started:
-            self._announced_pad, self.restart_pending = leading_padding(mask, batch), restart
-            return restart
+        self.restart_pending = False
+        if self.batch is None:
+            self._announced_pad = leading_padding(mask, batch)
+            return True
         self.check_batch(batch)
+        if mask is not None and mask.shape[1] < self.host_seen + q_length:
+            if mask.shape[1] != q_length:
+                raise _already_seen(self.host_seen, mask.shape[1] - q_length)
+            self._announced_pad = leading_padding(mask, batch)
+            self.restart_pending = True
+            return True
         self.decoding |= q_length == 1
-        if mask is not None and q_length > 1:
+        if mask is not None and (q_length > 1 or self.padding_open):
             self._check_continuation(mask, q_length)
         return False
 
     def _check_continuation(self, mask: Tensor, q_length: int) -> None:
         seen = self.seen()
         if mask.shape[1] < seen + q_length:
-            raise UnsupportedOperationError(
-                f"the attention mask covers {mask.shape[1]} tokens, but {seen} were seen and {q_length} are new: pass a mask over "
-                "all of them."
-            )
+            raise _already_seen(seen, mask.shape[1] - q_length)
         pad = leading_padding(mask, self.batch)
         # A row that so far was nothing but padding (chunked prefill) may still turn out longer.
         same = (pad == self.pad) | ((self.pad >= seen) & (pad >= seen))
@@ -130,18 +128,43 @@ class Session:
             for clock in self.clocks.values():
                 clock.set(seen, pad)
 
-    def seen(self) -> int:
-        """Tokens seen, padding included. Waits for the device."""
-        return int(next(iter(self.clocks.values())).seen) if self.batch is not None else 0
-
-    def check_batch(self, batch: int) -> None:
-        if self.batch is not None and batch != self.batch:
-            raise UnsupportedOperationError(
-                f"this cache holds {self.batch} rows, the new tokens have {batch}: the batch size may not change between turns. "
-                "Use a new cache, or reset() this one."
-            )
-
     # --- in the forward --------------------------------------------------------------------------------------------
+
+    def check_positions(self, position_ids: Tensor | None, tokens: int) -> None:
+        """Compares the positions of `tokens` new tokens with what was seen; starts over where the sequence is sent again.
+
+        Raises:
+            UnsupportedOperationError: tokens that were already seen are fed again.
+        """
+        if self.batch is None or position_ids is None or position_ids.dim() != 2:
+            self._start_over_if(self.restart_pending)
+            return
+        first = position_ids[:, 0].cpu()
+        seen = self.seen()
+        expected = (seen - self.pad).clamp(min=0)
+        again = not bool(first.any())
+        if self.restart_pending and not again:
+            self.restart_pending = False
+            raise _already_seen(seen, int(first.min()))
+        if self.restart_pending or (again and tokens > 1 and bool((expected > 0).all())):
+            self._start_over_if(True)
+        elif bool(((first < expected) & (self.pad < seen)).any()):
+            raise _already_seen(seen, int(first.min()))
+
+    def _start_over_if(self, again: bool) -> None:
+        if not again:
+            return
+        self.restart_pending = False
+        if not all(hasattr(layer, "session") for layer in self.layers):
+            raise UnsupportedOperationError(
+                "this sequence was already seen, and a model with sliding-window layers cannot start over in the middle of a "
+                "forward: call reset() on the cache first, or pass only new tokens."
+            )
+        pad, record_past = self._announced_pad, self.record_past
+        self.reset()
+        self._announced_pad, self.record_past = pad, record_past
+        for layer in self.layers:
+            layer.reset()
 
     def begin(self, layer_idx: int, keys: Tensor, has_mask: bool) -> None:
         """First forward of one layer: fixes the batch and its padding, and starts the clock of the layer's device."""
@@ -153,6 +176,7 @@ class Session:
                 )
             self.batch = batch
             self.pad = torch.zeros(batch, dtype=torch.int64) if self._announced_pad is None else self._announced_pad
+            self._count(keys.shape[2])
         self.check_batch(batch)
         clock = self.clocks.get(device)
         if clock is None or clock.pad.shape[0] != batch:
@@ -160,19 +184,45 @@ class Session:
         if clock.leader == layer_idx:
             clock.set(keys.shape[2], self.pad)
 
-    def bytes_per_token(self, keys: Tensor, values: Tensor) -> int:
-        """Bytes that one token kept everywhere costs per row: key, value and position in every budgeted layer and head."""
-        entry = keys.shape[-1] * keys.element_size() + values.shape[-1] * values.element_size() + 4
-        return entry * keys.shape[1] * self.budgeted_layers
+    def advance(self, layer_idx: int, device: torch.device, tokens: int) -> Clock:
+        """The clock of `device`, moved on by `tokens` if this layer leads it."""
+        clock = self.clocks[device]
+        if clock.leader == layer_idx:
+            clock.advance(tokens)
+            if not torch.compiler.is_compiling() and clock is next(iter(self.clocks.values())):
+                self._count(self.host_seen + tokens)
+                self.decoding |= tokens == 1
+        return clock
+
+    def _count(self, seen: int) -> None:
+        self.host_seen = seen
+        self.padding_open = bool((self.pad >= seen).any())
+
+    def resync(self) -> None:
+        """Asks the device how many tokens were seen, after steps the host did not follow."""
+        if self.batch is not None:
+            self._count(self.seen())
 
     def clock(self, device: torch.device) -> Clock:
         return self.clocks[device]
+
+    def seen(self) -> int:
+        """Tokens seen, padding included. Waits for the device."""
+        return int(next(iter(self.clocks.values())).seen) if self.batch is not None else 0
+
+    def check_batch(self, batch: int) -> None:
+        if self.batch is not None and batch != self.batch:
+            raise UnsupportedOperationError(
+                f"this cache holds {self.batch} rows, the new tokens have {batch}: the batch size may not change between turns. "
+                "Use a new cache, or reset() this one."
+            )
 
     def restore_clock(self, device: torch.device, layer_idx: int, seen: int) -> None:
         """Starts the clock of a device for a loaded layer."""
         if device not in self.clocks:
             self.clocks[device] = Clock(self.batch, device, layer_idx)
             self.clocks[device].set(seen, self.pad)
+            self._count(seen)
 
     def select_batch(self, index: Tensor) -> None:
         """Permutes, repeats or drops rows."""
@@ -184,6 +234,20 @@ class Session:
             if clock.pad.shape[0] != self.batch:
                 clock = self.clocks[device] = Clock(self.batch, device, clock.leader)
             clock.set(seen, self.pad)
+
+    def rewind(self, seen: int) -> None:
+        """Sets every clock back to `seen` tokens."""
+        for clock in self.clocks.values():
+            clock.set(seen, self.pad)
+        self._count(seen)
+
+
+def _already_seen(seen: int, position: int) -> UnsupportedOperationError:
+    return UnsupportedOperationError(
+        f"this cache has seen {seen} tokens, but the new ones start at position {max(position, 0)}: tokens it has seen are fed "
+        "again, or the attention mask leaves them out. Pass the whole conversation, or only its new tokens with a mask over all "
+        "of it; or call reset() on the cache to start over."
+    )
 
 
 def leading_padding(mask: Tensor | None, batch: int) -> Tensor:

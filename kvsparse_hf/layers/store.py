@@ -6,11 +6,27 @@ from torch import Tensor
 from .. import ops
 
 
-def mark_static(tensor: Tensor) -> Tensor:
-    """Tells the compiler that this buffer keeps its address, so that CUDA graphs read it in place."""
+def static_zeros(*shape: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """A buffer that keeps its address: the compiler may read it in place in a CUDA graph.
+
+    It is an ordinary tensor also under `torch.inference_mode()`, so that later forwards outside of it may write to it.
+    """
+    with torch.inference_mode(False):
+        tensor = torch.zeros(*shape, dtype=dtype, device=device)
     if not torch.compiler.is_compiling():
         torch._dynamo.mark_static_address(tensor)
     return tensor
+
+
+def static_like(tensor: Tensor, rows: int | None = None) -> Tensor:
+    """`static_zeros` in the shape (or with another first dimension), dtype and device of `tensor`."""
+    shape = tensor.shape if rows is None else (rows, *tensor.shape[1:])
+    return static_zeros(*shape, dtype=tensor.dtype, device=tensor.device)
+
+
+def static_copy(tensor: Tensor) -> Tensor:
+    """A static buffer with the contents of `tensor`."""
+    return static_like(tensor).copy_(tensor.detach())
 
 
 class RaggedStore:
@@ -42,12 +58,12 @@ class RaggedStore:
         self.max_capacity = int(allocated.max())
         rows = int(allocated.sum())
         start = allocated.flatten().cumsum(0) - allocated.flatten()
-        self.keys = mark_static(keys_like.new_zeros(rows, keys_like.shape[-1]))
-        self.values = mark_static(values_like.new_zeros(rows, values_like.shape[-1]))
-        self.positions = mark_static(torch.zeros(rows, dtype=torch.int32, device=device))
-        self.start = mark_static(start.view_as(allocated).to(device))
+        self.keys = static_zeros(rows, keys_like.shape[-1], dtype=keys_like.dtype, device=device)
+        self.values = static_zeros(rows, values_like.shape[-1], dtype=values_like.dtype, device=device)
+        self.positions = static_zeros(rows, dtype=torch.int32, device=device)
+        self.start = static_copy(start.view_as(allocated).to(device))
         for name in self._PER_HEAD:
-            setattr(self, name, mark_static(torch.zeros(allocated.shape, dtype=torch.int32, device=device)))
+            setattr(self, name, static_zeros(*allocated.shape, dtype=torch.int32, device=device))
         self.extra: dict[str, Tensor] = {}
 
     @property
@@ -111,34 +127,39 @@ class RaggedStore:
         """The store whose row `i` is row `index[i]` of this one; itself, changed in place, where the shapes allow."""
         host = index.cpu()
         allocated = self.allocated[host]
-        rows, valid = self.slots()
-        same = torch.equal(allocated, self.allocated)
-        target = self if same else RaggedStore(allocated, self.keys, self.values)
+        target = self if torch.equal(allocated, self.allocated) else RaggedStore(allocated, self.keys, self.values)
         index = index.to(self.start.device)
-        source, valid = rows[index], valid[index]
-        snapshot = {name: tensor[source[valid]] for name, tensor in self._row_tensors().items()}
+        chosen = self._rows_of(index, host)
         per_head = {name: getattr(self, name)[index] for name in self._PER_HEAD}
-        for name in self.extra.keys() - target.extra.keys():
-            target.extra[name] = mark_static(self.extra[name].new_zeros(target.keys.shape[0]))
+        for name in self.extra:
+            target.extra.setdefault(name, static_like(self.extra[name], target.keys.shape[0]))
         for name, value in per_head.items():
             getattr(target, name).copy_(value)
-        destination, _ = target.slots()
+        snapshot = {name: tensor[chosen] for name, tensor in self._row_tensors().items()}
         for name, tensor in target._row_tensors().items():
-            tensor[destination[valid]] = snapshot[name]
+            tensor.copy_(snapshot[name])
         return target
 
-    def grown(self, room: int) -> "RaggedStore":
-        """A copy whose segments have `room` further slots, all of them open for growth."""
-        target = RaggedStore(self.allocated + room, self.keys, self.values)
+    def _rows_of(self, index: Tensor, host: Tensor) -> Tensor:
+        """Row numbers of all slots of the batch rows `index`, one after the other, filled or not."""
+        sizes = self.allocated.sum(1)
+        if bool((sizes == sizes[0]).all()):
+            size = int(sizes[0])
+            return (index.unsqueeze(1) * size + torch.arange(size, device=index.device)).flatten()
+        first = sizes.cumsum(0) - sizes
+        spans = [torch.arange(int(first[row]), int(first[row] + sizes[row])) for row in host]
+        return torch.cat(spans).to(index.device)
+
+    def grown(self, allocated: Tensor) -> "RaggedStore":
+        """A copy with larger segments, `allocated` `[B, H]` entries on the host, all of them open."""
+        target = RaggedStore(allocated, self.keys, self.values)
         rows, valid = self.slots()
         for name in self._PER_HEAD:
             getattr(target, name).copy_(getattr(self, name))
-        capacity = target.allocated.to(target.capacity.device, torch.int32)
-        target.capacity.copy_(capacity)
-        target.pinned.copy_(capacity)
+        target.capacity.copy_(allocated)
         destination, _ = target.slots(self.max_capacity)
         for name in self.extra:
-            target.extra[name] = mark_static(self.extra[name].new_zeros(target.keys.shape[0]))
+            target.extra[name] = static_like(self.extra[name], target.keys.shape[0])
         mine = self._row_tensors()
         for name, tensor in target._row_tensors().items():
             tensor[destination[valid]] = mine[name][rows[valid]]
@@ -178,7 +199,7 @@ class RaggedStore:
         """Takes over saved tensors (as `tensors()` names them) of a store with the same allocation."""
         for name, tensor in tensors.items():
             if name not in self.tensors():
-                self.extra[name] = mark_static(torch.zeros_like(tensor, device=self.keys.device))
+                self.extra[name] = static_like(tensor.to(self.keys.device))
             self.tensors()[name].copy_(tensor)
 
 

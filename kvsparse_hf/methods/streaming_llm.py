@@ -20,6 +20,10 @@ class StreamingPolicy(Policy):
     """Sinks, then as many of the newest tokens as the budget holds."""
 
     @property
+    def moved_slots(self) -> int:
+        return self.sinks
+
+    @property
     def tail(self) -> int:
         return _EVERYTHING_ELSE
 

@@ -1,11 +1,11 @@
 """What an evicting method decides: the score of each token, how many stay, and what is always kept."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
 
-from .budgets import Budget
+from .budgets import Budget, Cost
 
 
 @dataclass(frozen=True)
@@ -19,6 +19,9 @@ class Candidates:
         pad: `[B, H]` invalid leading candidates.
         scale, softcap, sinks: of the attention call.
         layer_idx, layers: which layer this is, among how many.
+        lse: `[B, Hq, T]` logs of the queries' softmax denominators, where the attention pass left them.
+        memory: what the policy remembers of each candidate, `[B, H, N, …]` by name; zeros for new ones.
+        fresh: newest candidates that no earlier compression has seen; None where those are the ones with queries.
     """
 
     query: Tensor
@@ -31,10 +34,23 @@ class Candidates:
     sinks: Tensor | None
     layer_idx: int
     layers: int
+    lse: Tensor | None = None
+    memory: dict[str, Tensor] = field(default_factory=dict)
+    fresh: int | None = None
 
     @property
     def length(self) -> int:
         return self.keys.shape[2]
+
+    @property
+    def settled(self) -> int:
+        """Leading candidates that an earlier compression has seen."""
+        return self.length - (self.query.shape[2] if self.fresh is None else self.fresh)
+
+    @property
+    def valid(self) -> Tensor:
+        """`[B, H, N]` bool."""
+        return torch.arange(self.length, device=self.keys.device) >= self.pad.unsqueeze(-1)
 
 
 @dataclass(frozen=True)
@@ -55,28 +71,52 @@ class Policy:
     bounded: bool = False
 
     @property
+    def moved_slots(self) -> int | None:
+        """Leading slots whose keys move with `positions="cache"`; None for all that are kept."""
+        return None
+
+    @property
     def tail(self) -> int:
         """Newest tokens that are protected when the layer compresses."""
         return self.recent
+
+    def tails(self, counts: Tensor) -> Tensor | int:
+        """`tail` where it depends on how many entries a segment may hold. `counts` `[B, H]`."""
+        return self.tail
+
+    @property
+    def memory_bytes(self) -> int:
+        """Bytes remembered per entry (`observe`), which count against a budget in bytes."""
+        return 0
+
+    @property
+    def newest_queries(self) -> int:
+        """How many of the newest queries `scores` looks at; a layer that compresses while decoding keeps as many."""
+        return 0
+
+    def observe(self, candidates: Candidates) -> dict[str, Tensor]:
+        """What to remember of each candidate after a multi-token forward, `[B, H, N, …]` by name. Kept entries carry it
+        through every later step and permutation."""
+        return {}
 
     def scores(self, candidates: Candidates) -> Tensor | None:
         """`[B, H, N]` fp32, higher is better; None when position alone decides."""
         return None
 
-    def counts(self, candidates: Candidates, available: Tensor, seen: Tensor, bytes_per_token: int) -> Tensor:
+    def counts(self, candidates: Candidates, available: Tensor, seen: Tensor, cost: Cost) -> Tensor:
         """Entries that may stay.
 
         Args:
             available: `[B, H]` valid candidates, on the host.
             seen: `[B]` real tokens each row has seen, on the host.
-            bytes_per_token: cost of one token per row over all budgeted layers and heads.
+            cost: what tokens cost, for a budget in bytes.
 
         Returns:
             `[B, H]` int64 on the host.
         """
         if self.budget is None:
             return available
-        return self.budget.per_head(seen, bytes_per_token).unsqueeze(1).expand_as(available)
+        return self.budget.per_head(seen, cost).unsqueeze(1).expand_as(available)
 
     def pinned(self, counts: Tensor, kept: Tensor) -> Tensor:
         """`[B, H]` leading slots that bounded decode never overwrites; the rest is a ring of the newest tokens.

@@ -22,6 +22,19 @@ _FORMS = "an int >= 1 (tokens per key/value head), a float in (0, 1] (share of t
 
 
 @dataclass(frozen=True)
+class Cost:
+    """Bytes per row, over all budgeted layers and heads.
+
+    Attributes:
+        per_token: of one token kept in every head.
+        fixed: of the tables that do not depend on how many are kept.
+    """
+
+    per_token: int
+    fixed: int = 0
+
+
+@dataclass(frozen=True)
 class Budget:
     """A parsed budget. Exactly one of `tokens`, `share` and `nbytes` is set.
 
@@ -75,12 +88,12 @@ class Budget:
         if self.tokens is not None and self.tokens < minimum:
             raise BudgetError(f"budget={self.tokens} is smaller than {what} = {minimum}; raise the budget.")
 
-    def per_head(self, valid: torch.Tensor, bytes_per_token: int) -> torch.Tensor:
+    def per_head(self, valid: torch.Tensor, cost: "Cost") -> torch.Tensor:
         """Entries per key/value head for each row.
 
         Args:
             valid: `[B]` real (unpadded) tokens seen by each row, on the host.
-            bytes_per_token: bytes that one kept token costs per row over all budgeted layers and heads.
+            cost: what tokens cost, for a budget in bytes.
 
         Returns:
             `[B]` int64, at least 1.
@@ -89,9 +102,9 @@ class Budget:
             return torch.full_like(valid, self.tokens)
         if self.share is not None:
             return (valid.double() * self.share).round().long().clamp(min=1)
-        tokens = self.nbytes // (bytes_per_token * max(len(valid), 1))
+        tokens = (self.nbytes // max(len(valid), 1) - cost.fixed) // cost.per_token
         if tokens < 1:
-            need = bytes_per_token * len(valid)
+            need = (cost.fixed + cost.per_token) * len(valid)
             raise BudgetError(f"budget of {self.nbytes} bytes is below one token per head, which needs {need} bytes.")
         return torch.full_like(valid, tokens)
 
