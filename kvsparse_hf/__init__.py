@@ -11,7 +11,28 @@ from .errors import (
     UnsupportedOperationError,
 )
 from .hf.attention import detach
-from .methods import FullCache, SnapKVCache, StreamingLLMCache
+from .methods import (
+    AdaKVCache,
+    DuoAttentionCache,
+    ExpectedAttentionCache,
+    FullCache,
+    H2OCache,
+    HeadKVCache,
+    KeyDiffCache,
+    KnormCache,
+    KVzipCache,
+    LokiCache,
+    MoACache,
+    PyramidKVCache,
+    QuestCache,
+    RetrievalAttentionCache,
+    RKVCache,
+    ScissorhandsCache,
+    SnapKVCache,
+    SparQCache,
+    StreamingLLMCache,
+    TOVACache,
+)
 from .presets import list_presets, load_preset
 from .registry import get_method, list_methods, register_method
 from .report import CacheReport
@@ -20,16 +41,33 @@ from .usage import disable, enable, use
 __version__ = "0.1.0"
 
 __all__ = [
+    "AdaKVCache",
     "BudgetError",
     "CacheReport",
+    "DuoAttentionCache",
+    "ExpectedAttentionCache",
     "FastDecode",
     "FullCache",
+    "H2OCache",
+    "HeadKVCache",
     "KVSparseError",
+    "KVzipCache",
+    "KeyDiffCache",
+    "KnormCache",
+    "LokiCache",
+    "MoACache",
     "OptionError",
     "PresetError",
+    "PyramidKVCache",
+    "QuestCache",
+    "RKVCache",
+    "RetrievalAttentionCache",
+    "ScissorhandsCache",
     "SnapKVCache",
+    "SparQCache",
     "SparseCache",
     "StreamingLLMCache",
+    "TOVACache",
     "UnsupportedModelError",
     "UnsupportedOperationError",
     "detach",

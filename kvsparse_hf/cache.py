@@ -55,12 +55,12 @@ class SparseCache(Cache):
         ours = [index for index, layer in enumerate(layers) if compat.is_full_attention_layer(layer)]
         self.check_layers(layers)
         self.session = Session(self.binding, len(ours))
+        self._sparse = ours
         self.prepare()
         for index in ours:
             layers[index] = self.make_layer(index)
         super().__init__(layers=layers)
         self.session.layers = self.layers
-        self._sparse = ours
         self._first_sparse = ours[0] if ours else -1
         self._room: int | None = None
         self._moves = 0
@@ -89,6 +89,9 @@ class SparseCache(Cache):
             raise UnsupportedOperationError(
                 f"layer {layer_idx} does not exist in this cache: it was made for a model with {len(self.layers)} layers."
             )
+        if layer_idx == 0 < self._first_sparse and not torch.compiler.is_compiling():
+            # Layers that are not ours take the tokens before ours could refuse them.
+            self.session.check_positions((kwargs.get("kwargs") or {}).get("position_ids"), key_states.shape[2])
         if layer_idx == self._first_sparse and not torch.compiler.is_compiling():
             self._prepare_step(key_states.shape[2])
             self._step_prepared = False
@@ -129,22 +132,31 @@ class SparseCache(Cache):
             self._room = None  # the coming forward changes it
             return
         if self._room is None or self._room < 1:
+            self._maintain()
             self._room = self._measure_room()
         if self._room is None:
             return
         if self._room < 1:
             for layer in self.sparse_layers:
-                if layer.open_room() is not None:
+                room = layer.open_room()
+                if room is not None and room < 1:
                     layer.grow(self._growth)
-            self._room, self._growth = self._growth, self._growth * 2
+            self._growth *= 2
             self._moves += 1
+            self._room = self._measure_room()
         self._room -= 1
 
+    def _maintain(self) -> None:
+        """Runs the periodic work that layers do between two steps, where it is due."""
+        for layer in self.sparse_layers:
+            if layer.is_initialized and layer.due_in() == 0:
+                self._moves += layer.maintain()
+
     def _measure_room(self) -> int | None:
-        """One-token steps that fit; None while some layer has not seen a prompt."""
+        """One-token steps that fit before a layer must grow or be maintained; None while some layer has not seen a prompt."""
         if not all(layer.is_initialized for layer in self.sparse_layers):
             return None
-        rooms = [layer.open_room() for layer in self.sparse_layers]
+        rooms = [room for layer in self.sparse_layers for room in (layer.open_room(), layer.due_in())]
         return min((room for room in rooms if room is not None), default=_NEVER_FULL)
 
     def reset(self) -> None:
@@ -160,22 +172,24 @@ class SparseCache(Cache):
         Raises:
             UnsupportedOperationError: where older tokens were overwritten or evicted and cannot come back.
         """
-        if self.session.batch is None:
-            super().crop(tokens_to_remove)
-            return
-        seen = self.session.seen()
+        seen = int(self.get_seq_length())
         removed = self._tokens_to_remove(int(tokens_to_remove), seen)
+        if seen == 0:
+            return
         if removed >= seen:
             self.reset()
             return
-        first_removed = seen - removed - self.session.pad
+        pad = self.session.pad
+        first_removed = seen - removed - (torch.zeros(1, dtype=torch.int64) if pad is None else pad)
         self._check_crop(removed, first_removed)
         for layer in self.layers:
-            if not isinstance(layer, SparseLayer):
+            if isinstance(layer, SparseLayer):
+                if removed:
+                    layer.crop(first_removed)
+            elif removed or getattr(layer, "record_past", False):
                 layer.crop(-removed if compat.CROP_IS_RELATIVE else seen - removed)
-            elif removed:
-                layer.crop(first_removed)
-        self.session.rewind(seen - removed)
+        if pad is not None:
+            self.session.rewind(seen - removed)
         self._room = None
 
     def _check_crop(self, removed: int, first_removed: Tensor) -> None:
@@ -240,6 +254,11 @@ class SparseCache(Cache):
     def _select_session(self, index: Tensor) -> None:
         if self.session.batch is not None:
             self.session.select_batch(index)
+
+    @property
+    def is_initialized(self) -> bool:
+        """Whether a prompt was read."""
+        return int(self.get_seq_length()) > 0
 
     @property
     def batch_size(self) -> int:

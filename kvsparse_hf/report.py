@@ -31,6 +31,7 @@ class CacheReport:
         host_bytes: what it holds in host memory for offloaded tokens.
         dense_bytes: what a dense cache of the same tokens would hold.
         evicted: entries (token x layer x head) that are gone.
+        read_bytes: keys, values and metadata that the next decode step reads in the layers that are ours.
         hits, misses, swapped_bytes: of a host-offload cache.
     """
 
@@ -42,6 +43,7 @@ class CacheReport:
     host_bytes: int
     dense_bytes: int
     evicted: int
+    read_bytes: int = 0
     hits: int = 0
     misses: int = 0
     swapped_bytes: int = 0
@@ -71,6 +73,7 @@ class CacheReport:
             ("host bytes", _mib(self.host_bytes)),
             ("dense bytes", f"{_mib(self.dense_bytes)} (held: {self.share:.1%})"),
             ("evicted", f"{self.evicted} entries"),
+            ("read per step", _mib(self.read_bytes)),
         ]
         if self.hits or self.misses:
             rows.append(("hits / misses", f"{self.hits} / {self.misses}, {_mib(self.swapped_bytes)} swapped"))
@@ -87,7 +90,7 @@ def make_report(method: str, layers: list, seen: list[int]) -> CacheReport:
     others = [layer for layer in layers if not isinstance(layer, SparseLayer)]
     other_tensors = [t for layer in others for t in vars(layer).values() if isinstance(t, torch.Tensor)]
     other_bytes = storage_bytes(other_tensors)
-    reports, device, reserve, host, dense, evicted = [], 0, 0, 0, 0, 0
+    reports, device, reserve, host, dense, evicted, read = [], 0, 0, 0, 0, 0, 0
     for layer in ours:
         length = layer.kept_entries().cpu()
         reports.append(LayerReport(layer.layer_idx, int(length.min()), float(length.double().mean()), int(length.max())))
@@ -95,5 +98,6 @@ def make_report(method: str, layers: list, seen: list[int]) -> CacheReport:
         reserve += layer.reserve_bytes()
         host += layer.host_bytes()
         dense += layer.dense_bytes(sum(seen))
+        read += layer.bytes_read_per_step()
         evicted += max(sum(seen) * layer.store.heads - int(layer.reachable_entries().sum()), 0)
-    return CacheReport(method, seen, reports, device + other_bytes, reserve, host, dense + other_bytes, evicted)
+    return CacheReport(method, seen, reports, device + other_bytes, reserve, host, dense + other_bytes, evicted, read)

@@ -1,18 +1,48 @@
 """Saving a cache to a folder and reading it back: safetensors for tensors, JSON for the rest. Never pickle."""
 
+import hashlib
 import json
 from pathlib import Path
+from typing import Any
 
 import torch
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load, save
 
 from .errors import KVSparseError, UnsupportedOperationError
 from .hf import compat
+from .hf.binding import Binding
 from .layers.base import SparseLayer
 
 _FORMAT = 1
 _TENSORS, _META = "cache.safetensors", "cache.json"
+
+
+class _SavedLayer(BaseModel):
+    """One layer: what it is, and the facts its `restore` asks for."""
+
+    model_config = ConfigDict(extra="allow", strict=True)
+
+    kind: str = Field(pattern="^(sparse|sliding|dummy)$")
+    empty: bool
+
+
+class _Saved(BaseModel):
+    """The contents of `cache.json`."""
+
+    model_config = ConfigDict(extra="forbid", strict=True)
+
+    format: int
+    method: str
+    options: dict[str, Any]
+    model: dict[str, Any]
+    seen: int = Field(ge=0)
+    pad: list[int] | None
+    decoding: bool
+    layers: list[_SavedLayer]
+    tensors: list[str]
+    sha256: str
 
 
 def save_cache(cache, folder: Path) -> None:
@@ -23,6 +53,7 @@ def save_cache(cache, folder: Path) -> None:
         layers.append(meta)
         tensors.update({f"{index}.{name}": value.detach().cpu().contiguous().clone() for name, value in state.items()})
     session = cache.session
+    blob = save(tensors)
     meta = {
         "format": _FORMAT,
         "method": cache.method,
@@ -33,9 +64,10 @@ def save_cache(cache, folder: Path) -> None:
         "decoding": session.decoding,
         "layers": layers,
         "tensors": sorted(tensors),
+        "sha256": hashlib.sha256(blob).hexdigest(),
     }
     folder.mkdir(parents=True, exist_ok=True)
-    save_file(tensors, folder / _TENSORS)
+    (folder / _TENSORS).write_bytes(blob)
     (folder / _META).write_text(json.dumps(meta, indent=1))
 
 
@@ -61,54 +93,67 @@ def load_cache(folder: Path, model, device: torch.device | str | None):
     """Reads a folder that `save_cache` wrote. Nothing of the model is touched before the files were checked."""
     from .registry import get_method
 
-    meta, tensors = _read(folder)
-    cls = get_method(meta["method"])
-    cache = cls(model, **meta["options"])
-    mine = cache.binding.fingerprint()
-    if mine != meta["model"]:
-        wrong = ", ".join(f"{k}: saved {meta['model'].get(k)}, here {v}" for k, v in mine.items() if meta["model"].get(k) != v)
-        raise UnsupportedOperationError(f"{folder} holds a cache of another model ({wrong}).")
-    if len(meta["layers"]) != len(cache.layers):
-        raise KVSparseError(f"{folder} holds {len(meta['layers'])} layers, the model has {len(cache.layers)}.")
+    saved, tensors = _read(folder)
+    mine = Binding.of(model).fingerprint()
+    if mine != saved.model:
+        wrong = ", ".join(f"{k}: saved {saved.model.get(k)}, here {v}" for k, v in mine.items() if saved.model.get(k) != v)
+        raise UnsupportedOperationError(f"{folder} holds a cache of another model ({wrong or 'other facts'}).")
+    if len(saved.layers) != mine["layers"]:
+        raise KVSparseError(f"{folder} is damaged: {len(saved.layers)} layers for a model with {mine['layers']}.")
+    cls = get_method(saved.method)
     if device is None:
         parameters = getattr(model, "parameters", None)
         device = next(parameters()).device if callable(parameters) else torch.device("cpu")
+    before = compat.text_config(getattr(model, "config", model))._attn_implementation
     try:
-        _restore(cache, meta, tensors, torch.device(device))
-    except (KeyError, RuntimeError, IndexError, TypeError) as error:
+        cache = cls(model, **saved.options)
+        _restore(cache, saved, tensors, torch.device(device))
+    except (KeyError, RuntimeError, IndexError, TypeError, ValueError) as error:
+        compat.text_config(getattr(model, "config", model))._attn_implementation = before
         raise KVSparseError(f"{folder} is damaged: {error}") from error
     return cache
 
 
-def _read(folder: Path) -> tuple[dict, dict[str, torch.Tensor]]:
+def _read(folder: Path) -> tuple[_Saved, dict[str, torch.Tensor]]:
     try:
-        meta = json.loads((folder / _META).read_text())
-        tensors = load_file(folder / _TENSORS)
-    except (OSError, UnicodeDecodeError, json.JSONDecodeError, SafetensorError) as error:
+        saved = _Saved(**json.loads((folder / _META).read_text()))
+        blob = (folder / _TENSORS).read_bytes()
+    except ValidationError as error:
+        first = error.errors()[0]
+        where = ".".join(map(str, first["loc"]))
+        raise KVSparseError(f"{folder / _META} is damaged: {where}: {first['msg']}.") from error
+    except (OSError, UnicodeDecodeError, json.JSONDecodeError, TypeError) as error:
         raise KVSparseError(f"{folder} is no readable saved cache: {error}") from error
-    needed = {"format", "method", "options", "model", "seen", "pad", "decoding", "layers", "tensors"}
-    if not isinstance(meta, dict) or needed - meta.keys():
-        raise KVSparseError(f"{folder / _META} lacks {', '.join(sorted(needed - set(meta)))}.")
-    if meta["format"] != _FORMAT:
-        raise KVSparseError(f"{folder} has format {meta['format']}, this version reads {_FORMAT}.")
-    if sorted(tensors) != meta["tensors"]:
+    if saved.format != _FORMAT:
+        raise KVSparseError(f"{folder} has format {saved.format}, this version reads {_FORMAT}.")
+    if hashlib.sha256(blob).hexdigest() != saved.sha256:
+        raise KVSparseError(f"{folder / _TENSORS} is damaged: its contents are not what was saved.")
+    try:
+        tensors = load(blob)
+    except SafetensorError as error:
+        raise KVSparseError(f"{folder / _TENSORS} is damaged: {error}") from error
+    if sorted(tensors) != saved.tensors:
         raise KVSparseError(f"{folder}: {_TENSORS} does not hold the tensors that {_META} lists.")
-    return meta, tensors
+    if saved.pad is not None and not (saved.pad and all(0 <= pad <= saved.seen for pad in saved.pad)):
+        raise KVSparseError(f"{folder / _META} is damaged: pad {saved.pad} does not fit {saved.seen} tokens.")
+    return saved, tensors
 
 
-def _restore(cache, meta: dict, tensors: dict[str, torch.Tensor], device: torch.device) -> None:
+def _restore(cache, saved: _Saved, tensors: dict[str, torch.Tensor], device: torch.device) -> None:
     session = cache.session
-    if meta["pad"] is not None:
-        session.batch, session.pad = len(meta["pad"]), torch.tensor(meta["pad"], dtype=torch.int64)
-        session.decoding = meta["decoding"]
-    for index, (layer, saved) in enumerate(zip(cache.layers, meta["layers"], strict=True)):
-        if saved["empty"]:
+    if saved.pad is not None:
+        session.batch, session.pad = len(saved.pad), torch.tensor(saved.pad, dtype=torch.int64)
+        session.decoding = saved.decoding
+    for index, (layer, facts) in enumerate(zip(cache.layers, saved.layers, strict=True)):
+        if facts.empty:
             continue
         prefix = f"{index}."
         state = {name.removeprefix(prefix): t.to(device) for name, t in tensors.items() if name.startswith(prefix)}
-        if isinstance(layer, SparseLayer):
-            session.restore_clock(device, index, meta["seen"])
-            layer.restore(state, saved, device)
+        if facts.kind == "sparse":
+            if len(state["start"]) != session.batch:
+                raise KVSparseError(f"layer {index} holds {len(state['start'])} rows, the cache {session.batch}.")
+            session.restore_clock(device, index, saved.seen)
+            layer.restore(state, facts.model_extra, device)
         else:
             layer.update(state["keys"], state["values"])
-            layer.cumulative_length = saved["cumulative_length"]
+            layer.cumulative_length = facts.model_extra["cumulative_length"]

@@ -1,7 +1,7 @@
 """Timing GPU work, and writing what was measured.
 
-Launches are captured into one CUDA graph and its replays are timed with events, so host overhead stays out. The captured
-launches walk over several copies of their inputs, so that none finds its data in the L2 cache.
+Launches are captured into one CUDA graph and its replays are timed with events, so host overhead stays out. The
+captured launches walk over several copies of their inputs, so that none finds its data in the L2 cache.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ from __future__ import annotations
 import datetime
 import importlib.metadata
 import json
+import os
 import pathlib
 import statistics
 import subprocess
@@ -37,7 +38,7 @@ class Timing:
 
 
 def cold_copies(nbytes: int, budget: float = 60e9) -> int:
-    """How many copies of an input of ``nbytes`` a cold measurement walks over: at least 16 and 4 x L2, within a budget."""
+    """Copies of an input of ``nbytes`` that a cold measurement walks over: at least 16 and 4 x L2, within a budget."""
     if nbytes >= COLD_BYTES:
         wanted = 2  # every launch flushes the cache by itself
     else:
@@ -76,19 +77,26 @@ def _elapsed_ms(graph: torch.cuda.CUDAGraph, loops: int) -> float:
     return begin.elapsed_time(end)
 
 
+def _commit() -> str | None:
+    try:
+        git = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=False)
+    except OSError:
+        return None
+    return git.stdout.strip() or None
+
+
 def environment() -> dict:
-    """GPU, versions, commit, command and date of a measurement."""
+    """GPU, versions, commit (KVSPARSE_COMMIT where there is no repository), command and date of a measurement."""
     versions = {"python": sys.version.split()[0], "torch": torch.__version__, "cuda": torch.version.cuda}
     for name in ("triton", "transformers"):
         try:
             versions[name] = importlib.metadata.version(name)
         except importlib.metadata.PackageNotFoundError:
             continue
-    git = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=False)
     return {
         "gpu": torch.cuda.get_device_name() if torch.cuda.is_available() else None,
         "versions": versions,
-        "commit": git.stdout.strip() or None,
+        "commit": os.environ.get("KVSPARSE_COMMIT") or _commit(),
         "command": " ".join(["python", *sys.argv]),
         "date": datetime.date.today().isoformat(),
     }

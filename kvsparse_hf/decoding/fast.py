@@ -28,7 +28,8 @@ logger = logging.get_logger(__name__)
 # Compiled forwards by model, so that a second generate() compiles nothing.
 _COMPILED: "weakref.WeakKeyDictionary[torch.nn.Module, dict[str, Any]]" = weakref.WeakKeyDictionary()
 
-_COMPILE_MODES = {"default": None, "max-autotune": "max-autotune-no-cudagraphs"}
+_TUNED = {"max_autotune": True, "coordinate_descent_tuning": True}
+_COMPILE_OPTIONS = {"default": {}, "max-autotune": _TUNED, "freeze": {**_TUNED, "freezing": True}}
 
 
 class FastDecode:
@@ -38,13 +39,14 @@ class FastDecode:
         compile: what is captured on a GPU. "none" records the model's own kernels: seconds of warm-up, good for short
             runs and small models. "default" compiles the forward with Inductor first (tens of seconds once per model),
             which fuses the small kernels between the matrix products. "max-autotune" also tunes the matrix products
-            (minutes once).
+            (minutes once). "freeze" also joins projections of one input (q/k/v, gate/up) into one product, for which it
+            keeps a second copy of those weights.
         lag: steps the host may run ahead of the stop check where the cache can take tokens back; the surplus is cropped.
     """
 
     def __init__(self, compile: str = "none", lag: int = 2):
-        if compile not in ("none", *_COMPILE_MODES):
-            raise OptionError(f"compile={compile!r}; choose 'none', 'default' or 'max-autotune'.")
+        if compile not in ("none", *_COMPILE_OPTIONS):
+            raise OptionError(f"compile={compile!r}; choose one of 'none', {', '.join(map(repr, _COMPILE_OPTIONS))}.")
         if lag < 0:
             raise OptionError(f"lag={lag}; choose 0 or more steps.")
         self.compile = compile
@@ -74,7 +76,7 @@ class FastDecode:
             return model
         forwards = _COMPILED.setdefault(model, {})
         if self.compile not in forwards:
-            forwards[self.compile] = torch.compile(model.forward, mode=_COMPILE_MODES[self.compile], fullgraph=False)
+            forwards[self.compile] = torch.compile(model.forward, options=_COMPILE_OPTIONS[self.compile])
         return forwards[self.compile]
 
 
@@ -115,6 +117,7 @@ class _Run:
     def __init__(self, how: FastDecode, model, input_ids: Tensor, logits_processor: list, stopping_criteria, config, streamer):
         self.how, self.model, self.config, self.streamer = how, model, config, streamer
         self.input_ids = input_ids
+        self.captures = input_ids.device.type == "cuda"
         self.max_length = stopping_criteria.max_length
         eos = [c.eos_token_id for c in stopping_criteria if isinstance(c, EosTokenCriteria)]
         device = input_ids.device
@@ -187,16 +190,22 @@ class _Run:
         if "position_ids" not in step.inputs:
             step.inputs.update(self._first_inputs(step, model_kwargs))
             step.run()  # real progress, and the warm-up that a capture needs
-        elif not watchable(step.ids.device):
-            step.run()
+        elif moved or not self.captures:
+            step.run()  # after a move also the warm-up of the next capture
+            step.drop_graph()
         else:
-            if moved or not step.captured:
-                if moved:
-                    step.run()
-                    return
+            if not step.captured:
                 cache.mark_prepared()
-                step.capture()
-            step.replay()
+                self._capture(step)
+            step.replay() if step.captured else step.run()
+
+    def _capture(self, step: DecodeStep) -> None:
+        try:
+            step.capture()
+        except RuntimeError as error:
+            self.captures = False
+            reason = str(error).strip().splitlines()[0]
+            logger.warning_once(f"fast_decode: this step cannot be recorded as a CUDA graph ({reason}); running it without.")
 
     def _first_inputs(self, step: DecodeStep, model_kwargs: dict) -> dict:
         """Arguments of a one-token forward, as `generate()` itself would pass them, on fixed buffers."""
@@ -217,11 +226,6 @@ class _Run:
             self.scores.append(step.scores.clone())
         if self.logits is not None:
             self.logits.append(step.logits.clone())
-
-
-def watchable(device: torch.device) -> bool:
-    """Whether steps on this device are captured and replayed."""
-    return device.type == "cuda"
 
 
 @contextlib.contextmanager

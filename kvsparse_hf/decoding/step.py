@@ -92,6 +92,10 @@ class DecodeStep:
             self.run()
         self._graph = graph
 
+    def drop_graph(self) -> None:
+        """Forgets the recorded step, because buffers moved."""
+        self._graph = None
+
     @property
     def captured(self) -> bool:
         return self._graph is not None

@@ -109,6 +109,14 @@ def kvsparse_attention_forward(
     Returns:
         `([B, T, Hq, Dv], weights or None)`. Weights exist only where the base attention gives them (eager prefill).
     """
+    if torch.compiler.is_compiling():
+        waiting = handoff.pending_attention()
+        if waiting is not None and not waiting.is_plain_step(query.shape[2]):
+            return _attend_outside(module, query, key, value, attention_mask, *args, **kwargs)
+    return _attend(module, query, key, value, attention_mask, *args, **kwargs)
+
+
+def _attend(module, query, key, value, attention_mask, *args, **kwargs):
     layer = handoff.take_attention(key)
     if layer is None:
         return base_attention(module, query, key, value, attention_mask, *args, **kwargs)
@@ -119,6 +127,12 @@ def kvsparse_attention_forward(
             "and values between layers in a way this library does not know."
         )
     return layer.attend(module, query, key, value, attention_mask, *args, **kwargs)
+
+
+@torch.compiler.disable
+def _attend_outside(module, query, key, value, attention_mask, *args, **kwargs):
+    """`_attend` in plain Python: a prompt or a turn inside a model that its user compiled."""
+    return _attend(module, query, key, value, attention_mask, *args, **kwargs)
 
 
 def kvsparse_mask(

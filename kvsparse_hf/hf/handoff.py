@@ -4,6 +4,9 @@ Transformers gives attention and mask functions no cache. Both hand-offs happen 
 attention one goes through a thread-local slot that also remembers the keys it belongs to, so that a slot left over from
 an interrupted forward is never mistaken for this one. The mask one rides on the length itself: a subclass of int, which
 only our mask function looks into. While a graph is traced neither trick works, nor is needed: the plain slots serve.
+
+A traced forward that is no plain decode step breaks the graph at both ends of the hand-off (`offer_outside`), because what
+a trace writes to a thread-local does not outlive a break.
 """
 
 import threading
@@ -32,6 +35,12 @@ def offer_attention(layer: Any, keys: Tensor) -> None:
     """`update()` of one of our layers ran with `keys`; the attention call with these keys belongs to it."""
     _slots.attention = layer
     _slots.keys = keys
+
+
+@torch.compiler.disable
+def offer_outside(layer: Any, keys: Tensor) -> None:
+    """`offer_attention` in plain Python, whoever traces the caller."""
+    offer_attention(layer, keys)
 
 
 def take_attention(keys: Tensor) -> Any:

@@ -97,8 +97,16 @@ class SparseLayer(CacheLayerMixin):
         if not torch.compiler.is_compiling():
             session.check_batch(key_states.shape[0])
             session.binding.check_heads(key_states.shape[1], key_states.shape[3])
-        handoff.offer_attention(self, key_states)
+            handoff.offer_attention(self, key_states)
+        elif self.is_plain_step(key_states.shape[2]):
+            handoff.offer_attention(self, key_states)
+        else:
+            handoff.offer_outside(self, key_states)
         return key_states, value_states
+
+    def is_plain_step(self, tokens: int) -> bool:
+        """Whether a forward of so many tokens is a one-token step, which may be traced; all others run in plain Python."""
+        return self.is_initialized and tokens == 1 and not self.session.padding_open
 
     def attend(self, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, *args, **kwargs):
         """One attention call of this layer. Shapes as in `kvsparse_attention_forward`; returns `([B, T, Hq, Dv], weights)`."""
@@ -108,7 +116,7 @@ class SparseLayer(CacheLayerMixin):
         if not self.is_initialized:
             return self._first_forward(module, query, key, value, mask, *args, **kwargs)
         call = AttentionCall.of(module, query.shape[-1], kwargs)
-        if tokens == 1 and not session.padding_open:
+        if self.is_plain_step(tokens):
             clock = session.advance(self.layer_idx, key.device, 1)
             out = self.decode(query[:, :, 0], key[:, :, 0].detach(), value[:, :, 0].detach(), clock, call)
             return out.unsqueeze(1), None
@@ -183,7 +191,10 @@ class SparseLayer(CacheLayerMixin):
 
     def get_seq_length(self) -> int | Tensor:
         """Tokens *seen*, padding included: 0, or a 0-d device tensor once a prompt was seen (an int would recompile)."""
-        return self.session.clock(self.device).seen if self.is_initialized else 0
+        if not self.is_initialized:
+            return 0
+        seen = self.session.clock(self.device).seen
+        return seen if torch.compiler.is_compiling() else seen.clone()
 
     def get_max_length(self) -> int:
         """No maximum: -1."""
@@ -233,12 +244,12 @@ class SparseLayer(CacheLayerMixin):
 
     def saved_state(self) -> dict:
         """JSON facts that `restore` needs besides `tensors()`."""
-        return {"allocated": self.store.allocated.tolist()}
+        return {"allocated": self.store.allocated.tolist(), "grid": self.store.grid}
 
     def restore(self, tensors: dict[str, Tensor], saved: dict, device: torch.device) -> None:
         """Takes over a saved layer: `tensors` as `tensors()` named them, on `device`."""
         self.device = device
-        self.store = RaggedStore(torch.tensor(saved["allocated"]), tensors["keys"], tensors["values"])
+        self.store = RaggedStore(torch.tensor(saved["allocated"]), tensors["keys"], tensors["values"], saved["grid"])
         self.store.load(tensors)
         self.is_initialized = True
 
@@ -263,6 +274,10 @@ class SparseLayer(CacheLayerMixin):
         store = self.store
         return sum(t.shape[-1] * t.element_size() for t in (store.keys, store.values)) + store.positions.element_size()
 
+    def bytes_read_per_step(self) -> int:
+        """Bytes of keys, values and metadata that the next one-token step reads. Waits for the device."""
+        return int(self.store.length.sum()) * (self._entry_bytes() - self.store.positions.element_size())
+
     def kept_entries(self) -> Tensor:
         """`[B, H]` entries held on the device."""
         return self.store.length
@@ -277,3 +292,11 @@ class SparseLayer(CacheLayerMixin):
 
     def grow(self, room: int) -> None:
         """Makes room for `room` further tokens per head (outside any compiled step)."""
+
+    def due_in(self) -> int | None:
+        """One-token steps that may run before `maintain` must; None for a layer without periodic work. Waits for the device."""
+        return None
+
+    def maintain(self) -> bool:
+        """Periodic work between two steps (outside any compiled step). True when buffers moved."""
+        return False

@@ -1,18 +1,21 @@
 """A layer that keeps the tokens its policy chooses, and drops the others for good."""
 
+from dataclasses import replace
+
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from .. import ops
-from ..hf.rotary import KeyRotation
 from ..errors import UnsupportedOperationError
+from ..hf.rotary import KeyRotation
 from ..policy.base import Candidates, Policy
 from ..policy.budgets import Cost
 from ..policy.select import protected_mask, select_top
 from .base import AttentionCall, SparseLayer
 from .positions import CachePositions
 from .session import Clock, Session
-from .store import RaggedStore, static_copy
+from .store import RaggedStore
 
 
 class EvictingLayer(SparseLayer):
@@ -49,7 +52,7 @@ class EvictingLayer(SparseLayer):
     @property
     def is_croppable(self) -> bool:
         """Only where nothing is ever evicted: drafts that came with the prompt would take part in the choice."""
-        return self.policy.budget is None
+        return not self.policy.evicts
 
     @property
     def can_rewind(self) -> bool:
@@ -69,11 +72,12 @@ class EvictingLayer(SparseLayer):
     # --- multi-token forwards --------------------------------------------------------------------------------------
 
     def absorb_prompt(self, query, key, value, positions, pad, call: AttentionCall) -> None:
-        self._compress(query, key, value, positions, pad, call)
+        self._compress(self._candidates(query, key, value, positions, pad, call))
 
-    def absorb_turn(self, query, key, value, positions, pad, call: AttentionCall) -> Tensor:
-        store, session = self.store, self.session
-        out = ops.chunk_attention(
+    def attend_turn(self, query, key, value, pad, call: AttentionCall) -> tuple[Tensor, Tensor]:
+        """Attention of new tokens over the kept ones and themselves, and the logs of its softmax denominators."""
+        store = self.store
+        return ops.chunk_attention(
             query,
             store.keys,
             store.values,
@@ -86,10 +90,21 @@ class EvictingLayer(SparseLayer):
             pad=pad.to(torch.int32),
             softcap=call.softcap,
             sinks=call.sinks,
+            return_lse=True,
             backend=self.backend,
         )
+
+    def absorb_turn(self, query, key, value, positions, pad, call: AttentionCall) -> Tensor:
+        store = self.store
+        out, lse = self.attend_turn(query, key, value, pad, call)
         if self._compresses_turns():
-            self._compress(query, *self._with_kept(key, value, positions, pad), call)
+            kept = self._kept()
+            new = (key, value, positions.unsqueeze(1).expand(-1, key.shape[1], -1))
+            keys, values, positions = (torch.cat((old, extra.to(old.dtype)), dim=2) for old, extra in zip(kept[:3], new, strict=True))
+            # Padding among the new tokens stands between the kept and the new only while nothing real was kept.
+            pad = kept[3] + pad.unsqueeze(1)
+            memory = {name: _append_zeros(held, key.shape[2]) for name, held in kept[4].items()}
+            self._compress(self._candidates(query, keys, values, positions, pad, call, lse=lse, memory=memory))
         else:
             room = int((store.capacity - store.length).min())
             if room < key.shape[2]:
@@ -100,69 +115,87 @@ class EvictingLayer(SparseLayer):
     def _compresses_turns(self) -> bool:
         """The chunks of one prompt are compressed as they come. Later turns (and drafts, which may be taken back) only
         where decode is bounded: otherwise they are appended, as published."""
-        if self.policy.budget is None:
+        if not self.policy.evicts:
             return False
         return self.policy.bounded or not (self.session.decoding or self.session.record_past)
 
-    def _with_kept(self, key, value, positions, pad) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """Kept and new tokens as one candidate list, `[B, H, M + T, …]`, in order of position."""
-        keys, values, kept_positions, kept_pad, rows = self.store.export()
+    def _kept(self) -> tuple[Tensor, Tensor, Tensor, Tensor, dict[str, Tensor]]:
+        """Keys, values, positions, padding and memory of the kept tokens, in order of position (see `Candidates`)."""
+        keys, values, positions, pad, rows = self.store.export()
         if self.cache_positions is not None:
             keys = self.cache_positions.unrotate(keys, rows, self.store)
-        heads = key.shape[1]
-        positions = torch.cat((kept_positions, positions.unsqueeze(1).expand(-1, heads, -1)), dim=2)
-        keys, values = torch.cat((keys, key.to(keys.dtype)), dim=2), torch.cat((values, value.to(values.dtype)), dim=2)
-        # Padding among the new tokens stands between the kept and the new only while nothing real was kept.
-        return keys, values, positions, kept_pad + pad.unsqueeze(1)
+        return keys, values, positions, pad, {name: held[rows] for name, held in self.store.extra.items()}
 
-    def _compress(self, query, keys, values, positions, pad, call: AttentionCall) -> None:
-        """Chooses among the candidates and rebuilds the store from the chosen ones."""
-        policy, session = self.policy, self.session
-        candidates = Candidates(
-            query, keys, values, positions, pad, call.scale, call.softcap, call.sinks, self.layer_idx, session.binding.layers
+    def _candidates(self, query, keys, values, positions, pad, call: AttentionCall, **more) -> Candidates:
+        layers = self.session.binding.layers
+        return Candidates(
+            query, keys, values, positions, pad, call.scale, call.softcap, call.sinks, self.layer_idx, layers, **more
         )
-        available = (keys.shape[2] - pad).cpu()
-        seen = positions[:, 0, -1].cpu() + 1
-        counts = policy.counts(candidates, available, seen, self._cost(keys, values))
+
+    def _compress(self, candidates: Candidates, counts: Tensor | None = None, limit: Tensor | None = None) -> None:
+        """Chooses among the candidates and rebuilds the store from the chosen ones.
+
+        Args:
+            counts: `[B, H]` how many may stay; default: what the budget says.
+            limit: `[B, H]` how many a bounded segment may hold later; default: `counts`.
+        """
+        policy, pad, length = self.policy, candidates.pad, candidates.length
+        available = (length - pad).cpu()
+        seen = candidates.positions[:, 0, -1].cpu() + 1
+        if counts is None:
+            counts = policy.counts(candidates, available, seen, self._cost(candidates.keys, candidates.values))
+        candidates = replace(candidates, memory=policy.observe(candidates))
         if bool((available <= counts).all()):
-            index = _all_valid(pad, keys.shape[2])
+            index = _all_valid(pad, length)
         else:
             self._settled = seen
-            scores = policy.scores(candidates)
-            if scores is None:
-                scores = torch.zeros(keys.shape[:3], device=keys.device)
             on_device = counts.to(pad.device)
-            protect = protected_mask(pad, keys.shape[2], on_device, policy.sinks, policy.tail)
+            scores = policy.scores(replace(candidates, counts=on_device))
+            if scores is None:
+                scores = torch.zeros(candidates.keys.shape[:3], device=pad.device)
+            counts = policy.allocate(candidates, scores, counts)
+            on_device = counts.to(pad.device)
+            protect = protected_mask(pad, length, on_device, policy.sinks, policy.tails(on_device))
             index = select_top(scores, pad, protect, on_device)
-        self._rebuild(keys, values, positions, index, counts)
+        self._rebuild(candidates, index, counts if limit is None else limit)
 
     def _cost(self, keys: Tensor, values: Tensor) -> Cost:
-        """What one row pays over all budgeted layers: key, value and position per entry, five counters per head, and the
-        second copy of the keys that `positions="cache"` moves."""
+        """What one row pays over all budgeted layers: key, value, position and what the policy remembers per entry, five
+        counters per head, and the second copy of the keys that `positions="cache"` moves."""
         heads = keys.shape[1] * self.session.budgeted_layers
         key = keys.shape[-1] * keys.element_size()
-        entry, fixed = key + values.shape[-1] * values.element_size() + 4, 24
+        entry, fixed = key + values.shape[-1] * values.element_size() + 4 + self.policy.memory_bytes, 24
         if self.cache_positions is not None:
             moved = self.policy.moved_slots
             entry, fixed = (entry + key, fixed) if moved is None else (entry, fixed + moved * key)
         return Cost(entry * heads, fixed * heads)
 
-    def _rebuild(self, keys, values, positions, index, counts: Tensor) -> None:
-        policy = self.policy
+    def _rebuild(self, candidates: Candidates, index: Tensor, limit: Tensor) -> None:
+        """Fills the store with the chosen candidates `index` `[B, H, M]`."""
+        policy, keys, values = self.policy, candidates.keys, candidates.values
         kept = (index >= 0).sum(-1).cpu()
-        needed = (kept + self.reserve).clamp(min=1)
         if policy.bounded:
-            self._limit = counts
-            needed = torch.minimum(needed, counts)
-        if self.store is None or not self.store.fits(needed, keys, values):
+            self._limit = limit
+        least, wanted = self._sizes(kept)
+        if self.store is None or not self.store.arrange(least, keys, values):
             self.store = None  # free the old buffers before the new ones are allocated
-            self.store = RaggedStore(needed, keys, values)
+            self.store = RaggedStore(wanted, keys, values, policy.grid)
         allocated = self.store.allocated
-        capacity = torch.minimum(allocated, counts) if policy.bounded else allocated
-        pinned = policy.pinned(counts, kept) if policy.bounded else capacity
-        self.store.fill(keys, values, positions, index, capacity, pinned)
+        capacity = torch.minimum(allocated, limit) if policy.bounded else allocated
+        pinned = torch.minimum(policy.pinned(limit, kept), capacity) if policy.bounded else capacity
+        self.store.fill(keys, values, candidates.positions, index, capacity, pinned, candidates.memory)
         if self.cache_positions is not None:
             self.cache_positions.rebuild(self.store, int(pinned.max()) if policy.bounded else int(kept.max()))
+
+    def _sizes(self, kept: Tensor) -> tuple[Tensor, Tensor]:
+        """`[B, H]` entries that a segment must be able to hold, and how many to allocate where it cannot."""
+        wanted = (kept + self.reserve).clamp(min=1)
+        if self.policy.bounded:
+            wanted = torch.minimum(wanted, self._limit)
+        elif self.policy.budget is None:
+            # Whole multiples of the reserve, so that prompts of similar length share a compiled graph.
+            return wanted, torch.full_like(wanted, -(-int(wanted.max()) // self.reserve) * self.reserve)
+        return wanted, wanted
 
     # --- one-token steps -------------------------------------------------------------------------------------------
 
@@ -242,7 +275,7 @@ class EvictingLayer(SparseLayer):
         self._limit = None if saved["limit"] is None else torch.tensor(saved["limit"])
         self._settled = None if saved["settled"] is None else torch.tensor(saved["settled"])
         if raw is not None:
-            self.cache_positions.raw = static_copy(raw)
+            self.cache_positions.restore(raw)
 
     def tensors(self) -> dict[str, Tensor]:
         extra = self.cache_positions.tensors() if self.cache_positions is not None else {}
@@ -254,3 +287,8 @@ def _all_valid(pad: Tensor, length: int) -> Tensor:
     width = max(int(length - pad.min()), 0)
     index = pad.unsqueeze(-1) + torch.arange(width, device=pad.device)
     return index.masked_fill(index >= length, -1)
+
+
+def _append_zeros(memory: Tensor, tokens: int) -> Tensor:
+    """`[B, H, M, …]` -> `[B, H, M + tokens, …]`."""
+    return F.pad(memory, (0, 0) * (memory.dim() - 3) + (0, tokens))

@@ -27,6 +27,7 @@ class CachePositions:
 
     def rebuild(self, store: RaggedStore, width: int) -> None:
         """After a compression: remembers the keys of the first `width` slots and moves them."""
+        self.rotation = self.rotation.on(store.keys.device)
         raw = store.keys[self._rows(store, max(width, 1))[1]]
         if self.raw is not None and self.raw.shape == raw.shape:
             self.raw.copy_(raw)
@@ -68,6 +69,11 @@ class CachePositions:
         is_raw = (slot >= 0) & (slot < width)
         raw = self.raw.gather(2, slot.clamp(0, width - 1).unsqueeze(-1).expand(-1, -1, -1, keys.shape[-1]))
         return torch.where(is_raw.unsqueeze(-1), raw, keys)
+
+    def restore(self, raw: Tensor) -> None:
+        """Takes over saved keys."""
+        self.raw = static_copy(raw)
+        self.rotation = self.rotation.on(raw.device)
 
     def select_batch(self, index: Tensor) -> None:
         selected = self.raw[index.to(self.raw.device)]

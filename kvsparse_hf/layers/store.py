@@ -1,9 +1,12 @@
 """The flat, ragged store of one layer: every (row, key/value head) owns its own segment of any length."""
 
+import math
+
 import torch
 from torch import Tensor
 
 from .. import ops
+from ..policy.budgets import distribute
 
 
 def static_zeros(*shape: int, dtype: torch.dtype, device: torch.device) -> Tensor:
@@ -40,22 +43,24 @@ class RaggedStore:
         keys: `[R, Dk]`; values: `[R, Dv]`; positions: `[R]` int32, counted from the row's first real token.
         start: `[B, H]` int64; capacity, length, pinned, cursor: `[B, H]` int32. A full segment is overwritten round and
             round from slot `pinned` on; a segment with `pinned == capacity` only grows.
-        max_capacity: largest allocated segment (a host constant: it fixes kernel grids).
-        extra: further `[R]` tensors by name (scores, …) that follow every permutation.
+        max_capacity: largest segment that can be allocated in place (a host constant: it fixes kernel grids).
+        extra: further `[R, …]` tensors by name (scores, …) that follow every permutation.
     """
 
     _PER_HEAD = ("capacity", "length", "pinned", "cursor")
 
-    def __init__(self, allocated: Tensor, keys_like: Tensor, values_like: Tensor):
+    def __init__(self, allocated: Tensor, keys_like: Tensor, values_like: Tensor, grid: int = 1):
         """Allocates segments.
 
         Args:
             allocated: `[B, H]` int64 on the host, entries per segment (at least 1 each).
             keys_like, values_like: tensors whose last dimension, dtype and device the buffers take.
+            grid: `max_capacity` is rounded up to a multiple of this, so that other shares of the same rows seldom change it.
         """
         device = keys_like.device
         self.allocated = allocated
-        self.max_capacity = int(allocated.max())
+        self.grid = grid
+        self.max_capacity = math.ceil(int(allocated.max()) / grid) * grid
         rows = int(allocated.sum())
         start = allocated.flatten().cumsum(0) - allocated.flatten()
         self.keys = static_zeros(rows, keys_like.shape[-1], dtype=keys_like.dtype, device=device)
@@ -74,6 +79,25 @@ class RaggedStore:
     def heads(self) -> int:
         return self.start.shape[1]
 
+    def arrange(self, needed: Tensor, keys_like: Tensor, values_like: Tensor) -> bool:
+        """Divides the buffers anew where these segments `[B, H]` cannot hold `needed` entries but others could; their
+        contents are lost then.
+
+        Returns:
+            False when the buffers cannot hold `needed` entries of such keys and values.
+        """
+        if self.fits(needed, keys_like, values_like):
+            return True
+        rows, whole = self.keys.shape[0], torch.zeros_like(needed)
+        if needed.shape != self.allocated.shape or not self.fits(whole, keys_like, values_like):
+            return False
+        if int(needed.sum()) > rows or int(needed.max()) > self.max_capacity:
+            return False
+        spare = distribute(torch.ones(needed.numel()), rows - int(needed.sum()), (self.max_capacity - needed).flatten())
+        self.allocated = needed + spare.view_as(needed)
+        self.start.copy_((self.allocated.flatten().cumsum(0) - self.allocated.flatten()).view_as(needed))
+        return True
+
     def fits(self, needed: Tensor, keys_like: Tensor, values_like: Tensor) -> bool:
         """Whether this allocation can hold `needed` `[B, H]` entries of such keys and values in place."""
         return (
@@ -85,13 +109,23 @@ class RaggedStore:
             and self.keys.device == keys_like.device
         )
 
-    def fill(self, keys: Tensor, values: Tensor, positions: Tensor, index: Tensor, capacity: Tensor, pinned: Tensor) -> None:
+    def fill(
+        self,
+        keys: Tensor,
+        values: Tensor,
+        positions: Tensor,
+        index: Tensor,
+        capacity: Tensor,
+        pinned: Tensor,
+        extra: dict[str, Tensor] | None = None,
+    ) -> None:
         """Replaces the contents by chosen tokens.
 
         Args:
             keys, values: `[B, H, N, D]`; positions: `[B, H, N]`.
             index: `[B, H, M]` tokens to keep, in slot order, -1 for none (trailing).
             capacity, pinned: `[B, H]`; capacity at most what is allocated.
+            extra: `[B, H, N, …]` further facts of the tokens by name.
         """
         self.length.copy_((index >= 0).sum(-1))
         self.capacity.copy_(capacity)
@@ -100,6 +134,12 @@ class RaggedStore:
         ops.gather_rows(keys, values, index, self.start, self.keys, self.values)
         rows, valid = self.slots(index.shape[-1])
         self.positions[rows[valid]] = positions.gather(2, index.clamp(min=0))[valid].to(torch.int32)
+        row, head, _ = valid.nonzero(as_tuple=True)
+        for name, facts in (extra or {}).items():
+            if name not in self.extra:
+                size = (self.keys.shape[0], *facts.shape[3:])
+                self.extra[name] = static_zeros(*size, dtype=facts.dtype, device=self.keys.device)
+            self.extra[name][rows[valid]] = facts[row, head, index[valid]]
 
     def slots(self, width: int | None = None) -> tuple[Tensor, Tensor]:
         """Row numbers of the first `width` slots of every segment, and which of them are filled: both `[B, H, width]`."""
@@ -107,6 +147,18 @@ class RaggedStore:
         slot = torch.arange(width, device=self.start.device)
         valid = slot < self.length.unsqueeze(-1)
         return torch.where(valid, self.start.unsqueeze(-1) + slot, 0), valid
+
+    def put(self, name: str, facts: Tensor, valid: Tensor) -> None:
+        """Writes `extra[name]` of every filled slot, in place and without a shape that depends on data.
+
+        Args:
+            facts: `[B, H, C, …]` with C = `max_capacity`; valid: `[B, H, C]` as `slots()` gives it.
+        """
+        # Slots that are not filled repeat the write of slot 0, which always is: their rows may be a neighbour's.
+        rows = self.start.unsqueeze(-1) + torch.where(valid, torch.arange(valid.shape[-1], device=valid.device), 0)
+        lifted = valid.view(*valid.shape, *[1] * (facts.dim() - 3))
+        facts = torch.where(lifted, facts, facts[:, :, :1])
+        self.extra[name][rows.flatten()] = facts.flatten(0, 2).to(self.extra[name].dtype)
 
     def export(self) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
         """The kept tokens in order of position, right-aligned (invalid entries lead).
@@ -127,7 +179,7 @@ class RaggedStore:
         """The store whose row `i` is row `index[i]` of this one; itself, changed in place, where the shapes allow."""
         host = index.cpu()
         allocated = self.allocated[host]
-        target = self if torch.equal(allocated, self.allocated) else RaggedStore(allocated, self.keys, self.values)
+        target = self if torch.equal(allocated, self.allocated) else RaggedStore(allocated, self.keys, self.values, self.grid)
         index = index.to(self.start.device)
         chosen = self._rows_of(index, host)
         per_head = {name: getattr(self, name)[index] for name in self._PER_HEAD}
@@ -152,7 +204,7 @@ class RaggedStore:
 
     def grown(self, allocated: Tensor) -> "RaggedStore":
         """A copy with larger segments, `allocated` `[B, H]` entries on the host, all of them open."""
-        target = RaggedStore(allocated, self.keys, self.values)
+        target = RaggedStore(allocated, self.keys, self.values, self.grid)
         rows, valid = self.slots()
         for name in self._PER_HEAD:
             getattr(target, name).copy_(getattr(self, name))

@@ -5,8 +5,14 @@ from typing import ClassVar
 from ..cache import SparseCache
 from ..hf.rotary import KeyRotation
 from ..layers.evicting import EvictingLayer
+from ..layers.periodic import BlockDroppingLayer, RecompressingLayer
+from ..layers.scored import ScoredLayer
 from ..options import EvictingOptions
 from ..policy.base import Policy
+from ..policy.scored import DroppingPolicy, ObservingPolicy
+
+# How a layer decodes follows from what its policy decides; the most particular comes first.
+_LAYERS = ((DroppingPolicy, BlockDroppingLayer), (ObservingPolicy, ScoredLayer), (Policy, EvictingLayer))
 
 
 class EvictingCache(SparseCache):
@@ -28,7 +34,11 @@ class EvictingCache(SparseCache):
                     self._rotations[layer_type] = KeyRotation(self.binding.config, self.binding.model_class, layer_type)
 
     def make_layer(self, layer_idx: int) -> EvictingLayer:
+        options, policy = self.options, self.make_policy(layer_idx)
+        interval = getattr(options, "recompress_every", None)
+        if interval is not None and policy.budget is not None:
+            return RecompressingLayer(layer_idx, self.session, policy, options.reserve, options.backend, interval)
+        kind = next(layer for decides, layer in _LAYERS if isinstance(policy, decides))
         types = getattr(self.binding.config, "layer_types", None)
         rotation = self._rotations.get(types[layer_idx] if types else None)
-        policy = self.make_policy(layer_idx)
-        return EvictingLayer(layer_idx, self.session, policy, self.options.reserve, self.options.backend, rotation)
+        return kind(layer_idx, self.session, policy, options.reserve, options.backend, rotation)

@@ -8,12 +8,12 @@ from pydantic import Field, field_validator
 from torch import Tensor
 
 from .. import ops
-from ..options import EvictingOptions
 from ..policy.base import Candidates, Policy
 from ..policy.budgets import Budget
 from ..policy.pooling import pool_scores
 from ..registry import register_method
 from .evicting import EvictingCache
+from .periodic import PeriodicOptions
 
 
 @dataclass(frozen=True)
@@ -37,6 +37,10 @@ class WindowPolicy(Policy):
     def tail(self) -> int:
         return max(self.window, self.recent)
 
+    @property
+    def newest_queries(self) -> int:
+        return self.window
+
     def scores(self, candidates: Candidates) -> Tensor:
         """`[B, H, N]`; the window itself is protected by index and scores 0."""
         return window_attention(candidates, self.window, self.kernel, self.pooling, self.reduce, self.backend)
@@ -51,8 +55,8 @@ def window_attention(
         `[B, H, N]` fp32: the exact softmax over all candidates, summed over the window's queries, reduced over the query
         heads of each key/value head, then pooled over the tokens before the window. The window's own entries are 0.
     """
-    window = min(window, candidates.query.shape[2])
     batch, heads, length = candidates.keys.shape[:3]
+    window = min(window, candidates.query.shape[2], length)
     query = candidates.query[:, :, -window:]
     group = query.shape[1] // heads
     # Heads become rows, because the kept tokens of a ragged layer leave each head another padding.
@@ -69,7 +73,7 @@ def window_attention(
     return torch.cat((before, scores.new_zeros(batch, heads, window)), dim=-1)
 
 
-class SnapKVOptions(EvictingOptions):
+class SnapKVOptions(PeriodicOptions):
     """Options of `SnapKVCache`. Defaults: the paper's LongBench settings."""
 
     window: int = Field(32, ge=1, description="last prompt queries that score the others; always kept")
@@ -79,6 +83,9 @@ class SnapKVOptions(EvictingOptions):
     decode: Literal["grow", "bounded"] = Field(
         "grow", description="decoded tokens are added ('grow', as published) or replace the oldest unprotected one ('bounded')"
     )
+
+    def newest_queries(self) -> int:
+        return self.window
 
     @field_validator("kernel")
     @classmethod
@@ -102,7 +109,8 @@ class SnapKVCache(EvictingCache):
     Deviations from the published code: scores are computed once per key/value head (mean over its query heads, after the
     softmax), so the cache is not enlarged by the group size; softmax and sums are fp32; padding never counts; the chunks
     of a chunked prefill are compressed as they come. With `decode="bounded"` the last `window` entries are a ring of the
-    newest tokens. Later turns are appended (`grow`) or compete anew (`bounded`).
+    newest tokens. With `recompress_every=n`, decoded tokens are added and after every n of them the last `window` queries
+    choose anew. Later turns are appended (`grow`) or compete anew (otherwise).
 
     Example:
         >>> cache = SnapKVCache(model, budget=1024)
@@ -115,9 +123,13 @@ class SnapKVCache(EvictingCache):
     Options = SnapKVOptions
 
     def make_policy(self, layer_idx: int) -> Policy:
+        return WindowPolicy(**self.window_settings())
+
+    def window_settings(self) -> dict:
+        """Options as fields of a `WindowPolicy`."""
         options = self.options
-        return WindowPolicy(
-            Budget.parse(options.budget),
+        return dict(
+            budget=Budget.parse(options.budget),
             sinks=options.sinks,
             recent=options.recent,
             bounded=options.decode == "bounded",

@@ -19,19 +19,9 @@ HAS_TRITON = importlib.util.find_spec("triton") is not None
 _KERNEL_DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 
 
-@torch.compiler.assume_constant_result
 def interpreting() -> bool:
     """Whether Triton runs its kernels in Python (TRITON_INTERPRET=1), which needs no GPU."""
-    if not HAS_TRITON:
-        return False
-    from triton import knobs
-
-    return bool(knobs.runtime.interpret)
-
-
-@torch.compiler.assume_constant_result
-def _environment_choice() -> str:
-    return os.environ.get(ENV_BACKEND, "auto")
+    return HAS_TRITON and os.environ.get("TRITON_INTERPRET", "0").lower() in ("1", "true", "yes", "on", "y")
 
 
 def _triton_obstacle(device: torch.device, dtypes: tuple[torch.dtype, ...], dims: tuple[int, ...]) -> str | None:
@@ -63,7 +53,7 @@ def resolve(op: str, backend: str, *tensors: Tensor, dims: tuple[int, ...] = (),
     Raises:
         BackendError: an unknown name, or a backend asked for by name that cannot run this call.
     """
-    asked = _environment_choice() if backend == "auto" else backend
+    asked = os.environ.get(ENV_BACKEND, "auto") if backend == "auto" else backend
     if asked not in BACKENDS:
         raise BackendError(f"backend must be one of {', '.join(BACKENDS)}; got {asked!r}")
     if asked == "torch":

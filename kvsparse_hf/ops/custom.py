@@ -30,10 +30,12 @@ def launch_store_token(
     length: Tensor,
     pinned: Tensor,
     cursor: Tensor,
-    slot_override: Tensor | None = None,
-    summary: Tensor | None = None,
-    page_size: int = 0,
+    slot_override: Tensor | None,
+    summary: Tensor | None,
+    page_size: int,
 ) -> None:
+    # No defaults: the dispatcher drops arguments equal to their default, and torch 2.11 then fails to find `summary`
+    # among the mutated ones.
     from .kernels.store import store_token
 
     with on_device_of(k):
@@ -151,7 +153,8 @@ _topk_pages = _register("topk_pages", launch_topk_pages)
 
 
 @_decode_attention.register_fake
-def _(q, k, v, start, length, *, max_len, pages=None, page_size=0, return_lse=False, return_logits=False, **_):
+def _(q, k, v, start, length, max_len, scale, softcap=0.0, sinks=None, pages=None, page_size=0,
+      return_lse=False, return_logits=False):
     batch, heads_q, _ = q.shape
     width = max_len if pages is None else pages.shape[-1] * page_size
     lse = q.new_empty((batch, heads_q) if return_lse else (0,), dtype=torch.float32)
@@ -160,19 +163,19 @@ def _(q, k, v, start, length, *, max_len, pages=None, page_size=0, return_lse=Fa
 
 
 @_chunk_attention.register_fake
-def _(q, k, v, start, length, k_new, v_new, *, return_lse=False, **_):
+def _(q, k, v, start, length, k_new, v_new, max_len, scale, pad=None, softcap=0.0, sinks=None, return_lse=False):
     batch, heads_q, tokens, _ = q.shape
     lse = q.new_empty((batch, heads_q, tokens) if return_lse else (0,), dtype=torch.float32)
     return q.new_empty((batch, tokens, heads_q, v.shape[-1])).transpose(1, 2), lse
 
 
 @_column_sums.register_fake
-def _(q, k, **_):
+def _(q, k, *_args, **_options):
     return k.new_empty(k.shape[:3], dtype=torch.float32)
 
 
 @_page_scores.register_fake
-def _(q, summary, length, **_):
+def _(q, summary, *_args, **_options):
     return summary.new_empty(summary.shape[:3], dtype=torch.float32)
 
 

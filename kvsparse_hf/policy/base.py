@@ -22,6 +22,7 @@ class Candidates:
         lse: `[B, Hq, T]` logs of the queries' softmax denominators, where the attention pass left them.
         memory: what the policy remembers of each candidate, `[B, H, N, …]` by name; zeros for new ones.
         fresh: newest candidates that no earlier compression has seen; None where those are the ones with queries.
+        counts: `[B, H]` entries that may stay, once they are known.
     """
 
     query: Tensor
@@ -37,6 +38,7 @@ class Candidates:
     lse: Tensor | None = None
     memory: dict[str, Tensor] = field(default_factory=dict)
     fresh: int | None = None
+    counts: Tensor | None = None
 
     @property
     def length(self) -> int:
@@ -69,6 +71,16 @@ class Policy:
     sinks: int = 0
     recent: int = 0
     bounded: bool = False
+
+    @property
+    def evicts(self) -> bool:
+        """Whether tokens can be lost."""
+        return self.budget is not None
+
+    @property
+    def grid(self) -> int:
+        """More than 1 where the next prompt may share out the same entries in another way (see `RaggedStore`)."""
+        return 1
 
     @property
     def moved_slots(self) -> int | None:
@@ -117,6 +129,10 @@ class Policy:
         if self.budget is None:
             return available
         return self.budget.per_head(seen, cost).unsqueeze(1).expand_as(available)
+
+    def allocate(self, candidates: Candidates, scores: Tensor, counts: Tensor) -> Tensor:
+        """Last word on `counts` `[B, H]` (on the host) where tokens must go, once their scores `[B, H, N]` are known."""
+        return counts
 
     def pinned(self, counts: Tensor, kept: Tensor) -> Tensor:
         """`[B, H]` leading slots that bounded decode never overwrites; the rest is a ring of the newest tokens.

@@ -127,3 +127,25 @@ def largest_remainder(weights: torch.Tensor, total: int) -> torch.Tensor:
     order = torch.argsort(exact - floor, descending=True, stable=True)
     floor[order[:missing]] += 1
     return floor
+
+
+def distribute(weights: torch.Tensor, total: int, caps: torch.Tensor) -> torch.Tensor:
+    """Integers in proportion to `weights`, none above its cap; what a capped one cannot take goes to the others.
+
+    Args:
+        weights: `[n]` non-negative. Where those that can still take something are all zero, they share evenly.
+        total: the sum to reach; at most `caps.sum()` is given out.
+        caps: `[n]` int64 on the host.
+
+    Returns:
+        `[n]` int64 with the sum `min(total, caps.sum())`. Rounding is by largest remainder.
+    """
+    total = min(int(total), int(caps.sum()))
+    given = torch.zeros_like(caps)
+    open_ = caps > 0
+    while total > int(given.sum()):
+        share = weights.double()[open_]
+        share = largest_remainder(share if bool(share.any()) else torch.ones_like(share), total - int(given[~open_].sum()))
+        given[open_] = torch.minimum(share, caps[open_])
+        open_ = open_ & (given < caps)
+    return given

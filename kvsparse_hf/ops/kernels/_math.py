@@ -18,6 +18,20 @@ LN2 = tl.constexpr(0.6931471805599453)
 
 
 @triton.jit
+def join_previous(DEPENDENT: tl.constexpr, RELEASE: tl.constexpr):
+    """First statement of every kernel: wait for the kernel before to complete; RELEASE lets the one behind be placed.
+
+    With programmatic dependent launch a kernel is on the chip already when its predecessor drains, which hides the
+    launch latency. Nothing is read or written before this, so memory is as ordered as without it. Long kernels do not
+    release: what is placed beside them takes their room and waits.
+    """
+    if DEPENDENT:
+        gdc_wait()
+        if RELEASE:
+            gdc_launch_dependents()
+
+
+@triton.jit
 def log2_logits(dots, scale, softcap, HAS_SOFTCAP: tl.constexpr):
     """Dot products -> scaled (and capped) logits in units of log 2, so that the softmax needs exp2 only."""
     if HAS_SOFTCAP:
@@ -78,8 +92,20 @@ def dot_precision(dtype: torch.dtype) -> str:
 
 
 def inner_contiguous(x: torch.Tensor) -> torch.Tensor:
-    """The kernels take any strides but the last one."""
+    """Data tensors may have any strides but the last one."""
     return x if x.stride(-1) == 1 else x.contiguous()
+
+
+def contiguous(*tensors: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
+    """Tables and counters that are only read: the kernels index them without strides."""
+    return tuple(None if t is None else t.contiguous() for t in tensors)
+
+
+def require_contiguous(**tensors: torch.Tensor | None) -> None:
+    """Stores and what is written in place: a copy would be the wrong one to write, or as large as the cache."""
+    for name, tensor in tensors.items():
+        if tensor is not None and not tensor.is_contiguous():
+            raise ValueError(f"{name} must be contiguous, got shape {tuple(tensor.shape)}, strides {tensor.stride()}")
 
 
 def next_power_of_2(n: int) -> int:
@@ -94,10 +120,12 @@ def _device_facts(index: int) -> tuple[int, bool]:
 
 
 def multiprocessors(device: torch.device) -> int:
-    """Number of SMs; a small number for the interpreter, so that it splits too."""
-    return _device_facts(device.index)[0] if device.type == "cuda" else 2
+    """Number of SMs; a few for the interpreter, so that it splits the keys too."""
+    return _device_facts(device.index)[0] if device.type == "cuda" else 8
 
 
-def dependent_launch(device: torch.device) -> bool:
-    """Whether a kernel may start while the one before it drains (programmatic dependent launch)."""
-    return device.type == "cuda" and _device_facts(device.index)[1]
+def launch_options(device: torch.device) -> dict:
+    """Arguments that every launch takes: programmatic dependent launch where the device has it (see join_previous)."""
+    if device.type == "cuda" and _device_facts(device.index)[1]:
+        return {"DEPENDENT": True, "launch_pdl": True}
+    return {"DEPENDENT": False}

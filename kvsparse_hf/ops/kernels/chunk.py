@@ -10,13 +10,15 @@ from torch import Tensor
 from ._math import (
     add_sink,
     attend_tile,
-    dependent_launch,
+    contiguous,
     dot_precision,
-    gdc_launch_dependents,
     inner_contiguous,
+    join_previous,
+    launch_options,
     multiprocessors,
     next_power_of_2,
     normalise,
+    require_contiguous,
 )
 from .merge import merge_splits, partial_buffers
 from .plan import plan_chunk
@@ -84,6 +86,7 @@ def _chunk_attention_kernel(
 
     With SPLIT the last split takes the new tokens and the others share the stored entries; otherwise one does all.
     """
+    join_previous(DEPENDENT, SPLIT)
     # the blocks with the most new tokens to read come first, so that the last wave is of short ones
     block = tl.num_programs(0) - 1 - tl.program_id(0)
     split = tl.program_id(1)
@@ -91,8 +94,6 @@ def _chunk_attention_kernel(
     unit = tl.program_id(2).to(tl.int64)
     batch = unit // HEADS
     head = unit % HEADS
-    if DEPENDENT:
-        gdc_launch_dependents()
     first_row = tl.load(Start + unit).to(tl.int64)
     length = tl.minimum(tl.load(Length + unit).to(tl.int32), max_len)
     pad = 0
@@ -192,6 +193,8 @@ def chunk_attention(
     batch, heads_q, tokens, dim = q.shape
     heads, dim_v = start.shape[1], v.shape[-1]
     group = heads_q // heads
+    require_contiguous(k=k, v=v)
+    start, length, pad, sinks = contiguous(start, length, pad, sinks)
     q, k_new, v_new = inner_contiguous(q), inner_contiguous(k_new.to(k.dtype)), inner_contiguous(v_new.to(v.dtype))
     out = torch.empty(batch, tokens, heads_q, dim_v, dtype=q.dtype, device=q.device).transpose(1, 2)
     lse = torch.empty((batch, heads_q, tokens) if return_lse else (0,), dtype=torch.float32, device=q.device)
@@ -208,7 +211,7 @@ def chunk_attention(
         HEADS=heads, GROUP=group, D=dim, DV=dim_v,
         BLOCK_M=plan.rows, BLOCK_D=block_d, BLOCK_DV=block_dv, BLOCK_N=plan.tile.keys,
         HAS_SOFTCAP=softcap > 0, HAS_SINKS=sinks is not None, HAS_PAD=pad is not None, HAS_LSE=return_lse,
-        SPLIT=split, PRECISION=dot_precision(k.dtype), DEPENDENT=split and dependent_launch(q.device),
+        SPLIT=split, PRECISION=dot_precision(k.dtype), **launch_options(q.device),
         num_warps=plan.tile.warps, num_stages=plan.tile.stages,
     )
     if split:

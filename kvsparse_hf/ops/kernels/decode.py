@@ -11,13 +11,15 @@ from ._math import (
     LN2,
     add_sink,
     attend_tile,
-    dependent_launch,
+    contiguous,
     dot_precision,
-    gdc_launch_dependents,
     inner_contiguous,
+    join_previous,
+    launch_options,
     multiprocessors,
     next_power_of_2,
     normalise,
+    require_contiguous,
 )
 from .merge import merge_splits, partial_buffers
 from .plan import plan_decode
@@ -36,10 +38,12 @@ def _decode_attention_kernel(
 
     PAGE_SIZE == 0 reads the segment in order; otherwise key i is slot i % PAGE_SIZE of page Pages[i // PAGE_SIZE].
     """
+    join_previous(DEPENDENT, SPLIT)
     split = tl.program_id(0)
-    unit = tl.program_id(2).to(tl.int64) * HEADS + tl.program_id(1)
-    if DEPENDENT:
-        gdc_launch_dependents()
+    splits = tl.num_programs(0)
+    head = tl.program_id(1)
+    batch = tl.program_id(2).to(tl.int64)
+    unit = batch * HEADS + head
     length = tl.load(Length + unit).to(tl.int32)
     first_row = tl.load(Start + unit).to(tl.int64)
     lo = split * tokens_per_split
@@ -52,7 +56,7 @@ def _decode_attention_kernel(
     d = tl.arange(0, BLOCK_D)
     dv = tl.arange(0, BLOCK_DV)
     g_ok = g < GROUP
-    head_q = tl.program_id(1) * GROUP + g
+    head_q = head * GROUP + g
     row_q = unit * GROUP + g  # row of [B, Hq, ...] outputs
     nothing = tl.full([BLOCK_G], float("-inf"), tl.float32)
     if HAS_LOGITS:
@@ -62,10 +66,10 @@ def _decode_attention_kernel(
                      mask=g_ok[:, None] & (offs < end)[None, :])
     if SPLIT:
         if lo >= hi:
-            tl.store(PartMax + row_q * tl.num_programs(0) + split, nothing, mask=g_ok)
+            tl.store(PartMax + row_q * splits + split, nothing, mask=g_ok)
             return
 
-    q_rows = Q + tl.program_id(2).to(tl.int64) * q_stride_b + head_q.to(tl.int64) * q_stride_h
+    q_rows = Q + batch * q_stride_b + head_q.to(tl.int64) * q_stride_h
     q = tl.load(q_rows[:, None] + d[None, :], mask=g_ok[:, None] & (d < D)[None, :], other=0.0)
     q = q.to(K.dtype.element_ty)
     peak = nothing
@@ -96,7 +100,7 @@ def _decode_attention_kernel(
                      mask=g_ok[:, None] & (offs < end)[None, :])
 
     if SPLIT:
-        at = row_q * tl.num_programs(0) + split
+        at = row_q * splits + split
         tl.store(PartMax + at, peak, mask=g_ok)
         tl.store(PartSum + at, total, mask=g_ok)
         tl.store(Part + at[:, None] * DV + dv[None, :], acc, mask=g_ok[:, None] & (dv < DV)[None, :])
@@ -130,24 +134,28 @@ def decode_attention(
     batch, heads_q, dim = q.shape
     heads, dim_v = start.shape[1], v.shape[-1]
     group = heads_q // heads
+    require_contiguous(k=k, v=v)
     q = inner_contiguous(q)
+    start, length, pages, sinks = contiguous(start, length, pages, sinks)
     width = max_len if pages is None else pages.shape[-1] * page_size
     out = torch.empty(batch, heads_q, dim_v, dtype=q.dtype, device=q.device)
     lse = torch.empty((batch, heads_q) if return_lse else (0,), dtype=torch.float32, device=q.device)
     logits = torch.empty((batch, heads_q, width) if return_logits else (0,), dtype=torch.float32, device=q.device)
 
     block_d, block_dv = max(16, next_power_of_2(dim)), max(16, next_power_of_2(dim_v))
-    plan = plan_decode(width, batch * heads, max(block_d, block_dv), k.element_size(), multiprocessors(q.device))
+    plan = plan_decode(width, batch * heads, max(block_d, block_dv), k.element_size(), multiprocessors(q.device),
+                       paged=pages is not None)
     split = plan.splits > 1
     parts = partial_buffers(batch * heads_q, plan.splits, dim_v, q.device) if split else (None, None, None)
     _decode_attention_kernel[(plan.splits, heads, batch)](
         q, k, v, start, length, pages, sinks, out, lse, logits, *parts,
-        q.stride(0), q.stride(1), width, 0 if pages is None else pages.shape[-1], plan.tokens, scale, softcap,
+        q.stride(0), q.stride(1), width, 0 if pages is None else pages.shape[-1], plan.tokens,
+        scale, softcap,
         HEADS=heads, GROUP=group, D=dim, DV=dim_v, PAGE_SIZE=0 if pages is None else page_size,
         BLOCK_G=max(16, next_power_of_2(group)), BLOCK_D=block_d, BLOCK_DV=block_dv, BLOCK_N=plan.tile.keys,
         HAS_SOFTCAP=softcap > 0, HAS_SINKS=sinks is not None, HAS_LSE=return_lse, HAS_LOGITS=return_logits,
-        SPLIT=split, PRECISION=dot_precision(k.dtype), DEPENDENT=split and dependent_launch(q.device),
-        num_warps=plan.tile.warps, num_stages=plan.tile.stages,
+        SPLIT=split, PRECISION=dot_precision(k.dtype), **launch_options(q.device), num_warps=plan.tile.warps,
+        num_stages=plan.tile.stages,
     )
     if split:
         merge_splits(parts, sinks, None, out.unsqueeze(2), lse.unsqueeze(-1) if return_lse else None)

@@ -7,7 +7,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ._math import LN2, LOG2E, dependent_launch, finite_or_zero, gdc_wait, next_power_of_2
+from ._math import LN2, LOG2E, finite_or_zero, join_previous, launch_options, next_power_of_2
+
+_COLUMNS = 32
+_SPLITS = 64
 
 
 @triton.jit
@@ -18,15 +21,16 @@ def _merge_splits_kernel(
     HAS_SINKS: tl.constexpr, HAS_PAD: tl.constexpr, HAS_LSE: tl.constexpr, DEPENDENT: tl.constexpr,
 ):
     """One (batch row, query head, token) and one slice of the head size: sum_s 2^(m_s - m) acc_s / denominator."""
+    join_previous(DEPENDENT, True)
     row = tl.program_id(0).to(tl.int64)
     dv = tl.program_id(1) * BLOCK_DV + tl.arange(0, BLOCK_DV)
     token = row % tokens
     head = (row // tokens) % HEADS_Q
     batch = row // tokens // HEADS_Q
-    if DEPENDENT:
-        gdc_wait()
-
     s_all = tl.arange(0, ALL_SPLITS)
+    if BLOCK_S == ALL_SPLITS:  # one tile: ask for it before waiting for the weights
+        part = tl.load(Part + (row * splits + s_all)[:, None] * DV + dv[None, :],
+                       mask=(s_all < splits)[:, None] & (dv < DV)[None, :], other=0.0)
     m_all = tl.load(PartMax + row * splits + s_all, mask=s_all < splits, other=float("-inf"))
     l_all = tl.load(PartSum + row * splits + s_all, mask=s_all < splits, other=0.0)
     m = tl.max(m_all, 0)
@@ -40,13 +44,16 @@ def _merge_splits_kernel(
     if HAS_SINKS:
         total += tl.exp2(sink - safe)
 
-    acc = tl.zeros([BLOCK_DV], tl.float32)
-    for first in range(0, splits, BLOCK_S):
-        s = first + tl.arange(0, BLOCK_S)
-        w = tl.exp2(tl.load(PartMax + row * splits + s, mask=s < splits, other=float("-inf")) - safe)
-        part = tl.load(Part + (row * splits + s)[:, None] * DV + dv[None, :],
-                       mask=(s < splits)[:, None] & (dv < DV)[None, :], other=0.0)
-        acc += tl.sum(tl.where(w[:, None] > 0, part * w[:, None], 0.0), 0)
+    if BLOCK_S == ALL_SPLITS:
+        acc = tl.sum(tl.where(weight[:, None] > 0, part * weight[:, None], 0.0), 0)
+    else:
+        acc = tl.zeros([BLOCK_DV], tl.float32)
+        for first in range(0, splits, BLOCK_S):
+            s = first + tl.arange(0, BLOCK_S)
+            w = tl.exp2(tl.load(PartMax + row * splits + s, mask=s < splits, other=float("-inf")) - safe)
+            part = tl.load(Part + (row * splits + s)[:, None] * DV + dv[None, :],
+                           mask=(s < splits)[:, None] & (dv < DV)[None, :], other=0.0)
+            acc += tl.sum(tl.where(w[:, None] > 0, part * w[:, None], 0.0), 0)
 
     empty = total == 0
     if HAS_PAD:
@@ -73,13 +80,12 @@ def merge_splits(
     part, part_max, part_sum = parts
     splits, dim_v = part.shape[1:]
     batch, heads_q, tokens = out.shape[:3]
-    block_dv = min(64, next_power_of_2(dim_v))
+    block_dv = min(_COLUMNS, next_power_of_2(dim_v))
     all_splits = next_power_of_2(splits)
-    dependent = dependent_launch(out.device)
     _merge_splits_kernel[(batch * heads_q * tokens, triton.cdiv(dim_v, block_dv))](
         part, part_max, part_sum, sinks, out, lse,
         out.stride(0), out.stride(1), out.stride(2), splits, tokens, pad,
-        HEADS_Q=heads_q, DV=dim_v, BLOCK_DV=block_dv, ALL_SPLITS=all_splits, BLOCK_S=min(32, all_splits),
-        HAS_SINKS=sinks is not None, HAS_PAD=pad is not None, HAS_LSE=lse is not None, DEPENDENT=dependent,
-        num_warps=4, **({"launch_pdl": True} if dependent else {}),
+        HEADS_Q=heads_q, DV=dim_v, BLOCK_DV=block_dv, ALL_SPLITS=all_splits, BLOCK_S=min(_SPLITS, all_splits),
+        HAS_SINKS=sinks is not None, HAS_PAD=pad is not None, HAS_LSE=lse is not None,
+        num_warps=4, **launch_options(out.device),
     )

@@ -9,14 +9,16 @@ from torch import Tensor
 
 from ._math import (
     LOG2E,
-    dependent_launch,
     dot_precision,
     finite_or_zero,
-    gdc_launch_dependents,
-    gdc_wait,
     inner_contiguous,
+    join_previous,
+    launch_options,
+    multiprocessors,
     next_power_of_2,
+    require_contiguous,
 )
+from .plan import plan_pages
 
 
 @triton.jit
@@ -32,15 +34,14 @@ def _page_bound_kernel(
     q_stride_b, q_stride_h, num_pages, page_size, scale, sink_pages, recent_pages,
     HEADS: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr,
     BLOCK_G: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_P: tl.constexpr,
-    REDUCE: tl.constexpr, PRECISION: tl.constexpr, DEPENDENT: tl.constexpr,
+    REDUCE: tl.constexpr, EAGER: tl.constexpr, PRECISION: tl.constexpr, DEPENDENT: tl.constexpr,
 ):
     """One (block of pages, KV head, batch row).
 
     REDUCE "softmax_mean" writes the bounds of every query head [B, Hq, P] in units of log 2 and the softmax statistics
     of the block; "max" and "mean" write the final scores [B, H, P].
     """
-    if DEPENDENT:
-        gdc_launch_dependents()
+    join_previous(DEPENDENT, True)
     block = tl.program_id(0)
     head = tl.program_id(1)
     batch = tl.program_id(2).to(tl.int64)
@@ -53,7 +54,9 @@ def _page_bound_kernel(
     q = tl.load(Q + batch * q_stride_b + (head * GROUP + g)[:, None] * q_stride_h + d[None, :],
                 mask=g_ok[:, None] & d_ok[None, :], other=0.0).to(Summary.dtype.element_ty)
     valid_pages = tl.cdiv(tl.load(Length + unit).to(tl.int32), page_size)
-    mask = (page < tl.minimum(valid_pages, num_pages))[:, None] & d_ok[None, :]
+    mask = (page < num_pages)[:, None] & d_ok[None, :]
+    if not EAGER:
+        mask = mask & (page < valid_pages)[:, None]
     base = Summary + (unit * num_pages + page)[:, None] * (2 * D) + d[None, :]
     high = tl.load(base, mask=mask, other=0.0)
     low = tl.load(base + D, mask=mask, other=0.0)
@@ -86,6 +89,7 @@ def _page_softmax_kernel(
     DEPENDENT: tl.constexpr,
 ):
     """One (block of pages, KV head, batch row): softmax over all pages per query head, mean over the group."""
+    join_previous(DEPENDENT, True)
     unit = tl.program_id(2).to(tl.int64) * HEADS + tl.program_id(1)
     page = tl.program_id(0) * BLOCK_P + tl.arange(0, BLOCK_P)
     g = tl.arange(0, BLOCK_G)
@@ -93,8 +97,6 @@ def _page_softmax_kernel(
     part = tl.arange(0, BLOCKS)
     part_mask = (g < GROUP)[:, None] & (part < blocks)[None, :]
     valid_pages = tl.cdiv(tl.load(Length + unit).to(tl.int32), page_size)
-    if DEPENDENT:
-        gdc_wait()
     bounds = tl.load(Bounds + row[:, None] * num_pages + page[None, :],
                      mask=(g < GROUP)[:, None] & (page < num_pages)[None, :], other=float("-inf"))
     peaks = tl.load(PartMax + row[:, None] * blocks + part[None, :], mask=part_mask, other=float("-inf"))
@@ -123,28 +125,29 @@ def page_scores(
         raise ValueError(f"group_reduce must be 'softmax_mean', 'max' or 'mean', got {group_reduce!r}")
     batch, heads, pages, _, dim = summary.shape
     group = q.shape[1] // heads
-    q, summary = inner_contiguous(q), summary.contiguous()
+    require_contiguous(summary=summary)
+    q, length = inner_contiguous(q), length.contiguous()
     out = torch.empty(batch, heads, pages, dtype=torch.float32, device=q.device)
     if pages == 0:
         return out
     softmax = group_reduce == "softmax_mean"
-    block_p = 32 if pages <= 1024 or summary.element_size() == 4 else 64
-    blocks = triton.cdiv(pages, block_p)
+    plan = plan_pages(pages, batch * heads, summary.element_size(), multiprocessors(q.device))
+    blocks = triton.cdiv(pages, plan.pages)
     parts = torch.empty(2, batch * heads * group, blocks, dtype=torch.float32, device=q.device) if softmax else None
     bounds = torch.empty(batch, heads * group, pages, dtype=torch.float32, device=q.device) if softmax else out
-    dependent = softmax and dependent_launch(q.device)
     _page_bound_kernel[(blocks, heads, batch)](
         q, summary, length, bounds, *((parts[0], parts[1]) if softmax else (None, None)),
         q.stride(0), q.stride(1), pages, page_size, scale, sink_pages, recent_pages,
         HEADS=heads, GROUP=group, D=dim, BLOCK_G=max(16, next_power_of_2(group)),
-        BLOCK_D=max(16, next_power_of_2(dim)), BLOCK_P=block_p,
-        REDUCE=group_reduce, PRECISION=dot_precision(summary.dtype), DEPENDENT=dependent, num_warps=4, num_stages=1,
+        BLOCK_D=max(16, next_power_of_2(dim)), BLOCK_P=plan.pages,
+        REDUCE=group_reduce, EAGER=plan.eager, PRECISION=dot_precision(summary.dtype), **launch_options(q.device),
+        num_warps=plan.warps, num_stages=1,
     )
     if softmax:
-        block_p = 256
-        _page_softmax_kernel[(triton.cdiv(pages, block_p), heads, batch)](
+        _page_softmax_kernel[(triton.cdiv(pages, plan.softmax_pages), heads, batch)](
             bounds, parts[0], parts[1], length, out, pages, blocks, page_size, sink_pages, recent_pages,
-            HEADS=heads, GROUP=group, BLOCK_G=next_power_of_2(group), BLOCKS=next_power_of_2(blocks), BLOCK_P=block_p,
-            DEPENDENT=dependent, num_warps=4, **({"launch_pdl": True} if dependent else {}),
+            HEADS=heads, GROUP=group, BLOCK_G=next_power_of_2(group), BLOCKS=next_power_of_2(blocks),
+            BLOCK_P=plan.softmax_pages,
+            num_warps=4, **launch_options(q.device),
         )
     return out

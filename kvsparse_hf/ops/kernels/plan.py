@@ -5,6 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import cache
 
+TOPK_MOST = 16384  # scores of a row that fit the registers of one program
+_WAVE = 2  # programs a multiprocessor holds at once, and needs to be kept busy; the lighter decode kernel fits 3 times
+
 
 @dataclass(frozen=True)
 class Tile:
@@ -24,19 +27,37 @@ class SplitPlan:
     splits: int
 
 
-def _decode_tile(dim: int, itemsize: int, tokens: int) -> Tile:
-    """dim: the larger head size, padded to a power of two; tokens: keys a program walks over."""
+def _decode_tile(dim: int, itemsize: int, tokens: int, crowd: float, paged: bool) -> Tile:
+    """dim: the larger head size as a power of two; tokens: keys of a walk; crowd: programs per multiprocessor."""
     if itemsize == 4:
         return Tile(keys=32 if dim <= 128 else 16, warps=4, stages=2)
+    if paged:
+        return Tile(keys=64 if tokens <= 64 or dim > 128 else 128, warps=4, stages=2)
     if dim > 128:
-        return Tile(keys=64, warps=4, stages=2)
+        return Tile(keys=32, warps=4, stages=3)
     if tokens <= 64:
-        return Tile(keys=64, warps=4, stages=2)
-    return Tile(keys=64, warps=4, stages=3)
+        return Tile(keys=64, warps=2, stages=3)
+    if dim <= 64:
+        return Tile(keys=128, warps=4, stages=3)
+    # as deep as lets all programs be on the chip at once: 2, 3 or 5 of them fit a multiprocessor
+    return Tile(keys=64, warps=4, stages=4 if crowd <= 2 else 2 if 3 < crowd <= 5 else 3)
+
+
+def _even_splits(total: int, most: int, least: int, unit: int) -> tuple[int, int]:
+    """Cut ``total`` in pieces of a multiple of ``unit``: size and count of the finest even cut in least .. most."""
+    cuts = []
+    for count in range(most, least - 1, -1):
+        size = -(-total // (count * unit)) * unit
+        cuts.append((size, -(-total // size)))
+        if cuts[-1][0] * cuts[-1][1] <= 1.05 * total:
+            return cuts[-1]
+    return min(cuts, key=lambda cut: cut[0] * cut[1])
 
 
 @cache
-def plan_decode(max_len: int, units: int, dim: int, itemsize: int, multiprocessors: int) -> SplitPlan:
+def plan_decode(
+    max_len: int, units: int, dim: int, itemsize: int, multiprocessors: int, paged: bool = False
+) -> SplitPlan:
     """Splits of decode attention.
 
     Args:
@@ -44,18 +65,19 @@ def plan_decode(max_len: int, units: int, dim: int, itemsize: int, multiprocesso
         units: batch rows times KV heads.
         dim: the larger head size, padded to a power of two.
         itemsize: bytes of a stored element.
+        paged: the keys are pages from all over the segment.
 
-    A fixed number of *tokens* per split, not a fixed number of splits, keeps unequal heads balanced. Several programs
-    per multiprocessor hide latency and even out the last wave; past that, splits only cost merging.
+    A fixed number of *tokens* per split, not a fixed number of splits, keeps unequal heads balanced. All programs run
+    at once, because a second, partly filled wave costs more than longer walks do; and there are enough of them that
+    half still fill the chip, because lengths may be far below max_len.
     """
     max_len = max(1, max_len)
-    smallest = 64
-    wanted = max(1, -(-multiprocessors * 6 // units))
-    tokens = max(smallest, -(-max_len // wanted))
-    tile = _decode_tile(dim, itemsize, tokens)
+    most = max(1, (_WAVE if paged else 3) * multiprocessors // units)
+    least = max(1, _WAVE * multiprocessors // units)
+    tokens, splits = _even_splits(max_len, most, least, 64)
+    tile = _decode_tile(dim, itemsize, tokens, units / multiprocessors if splits == 1 else 3, paged)
     tokens = -(-tokens // tile.keys) * tile.keys
-    splits = -(-max_len // tokens)
-    return SplitPlan(tile, tokens, splits)
+    return SplitPlan(tile, tokens, -(-max_len // tokens))
 
 
 @dataclass(frozen=True)
@@ -82,17 +104,17 @@ def plan_chunk(
     Few query rows leave multiprocessors idle, so the stored keys are split as in decoding; many fill them alone.
     """
     if itemsize == 4:
-        block, tile = (16 if rows <= 16 else 32), Tile(keys=32 if dim <= 128 else 16, warps=4, stages=2)
+        block, tile = 16, Tile(keys=16, warps=4, stages=2)
     elif rows <= 16:
-        block, tile = 16, _decode_tile(dim, itemsize, max_len)
-    elif rows <= 64 or dim > 128:
-        block, tile = (64 if rows > 32 else 32), Tile(keys=64 if dim <= 128 else 32, warps=4, stages=3)
+        block, tile = 16, Tile(keys=64 if dim <= 128 else 32, warps=4, stages=3)
+    elif dim > 128:
+        block, tile = 64, Tile(keys=32, warps=8, stages=3)
     else:
-        block, tile = 128, Tile(keys=64, warps=8, stages=3)
+        block, tile = (32 if rows <= 32 else 64), Tile(keys=64, warps=4, stages=3)
     programs = units * -(-rows // block)
     if programs >= multiprocessors or max_len < 512:
         return ChunkPlan(block, tile, max_len, 1)
-    wanted = -(-multiprocessors * 2 // programs)
+    wanted = max(1, _WAVE * multiprocessors // programs - 1)
     tokens = max(256, -(-max_len // wanted))
     tokens = -(-tokens // tile.keys) * tile.keys
     return ChunkPlan(block, tile, tokens, -(-max_len // tokens) + 1)
@@ -112,25 +134,61 @@ class ScoresPlan:
     key_tiles: int
 
 
-
 @cache
 def plan_scores(
     total: int, window: int, group: int, units: int, dim: int, itemsize: int, multiprocessors: int
 ) -> ScoresPlan:
     """Blocks of the two score passes: ``total`` keys, ``window`` queries, ``group`` query heads per KV head."""
-    rows_max = 32 if itemsize == 4 else (64 if dim > 128 else 128)
+    rows_max = 16 if itemsize == 4 else (64 if dim > 128 else 128)
     queries = min(rows_max, max(16, 1 << (window - 1).bit_length()))
     heads = min(rows_max // queries, 1 << (group - 1).bit_length())
     query_blocks = -(-window // queries)
     row_blocks = query_blocks * -(-group // heads)
-    if itemsize == 4:
-        tile = Tile(keys=32, warps=4, stages=2)
-    else:
-        tile = Tile(keys=128 if dim <= 128 else 64, warps=8 if heads * queries > 64 else 4, stages=2)
+    small = itemsize == 4 or dim > 128
+    tile = Tile(keys=32 if small else 64, warps=4, stages=2 if small else 3)
     tiles = -(-total // tile.keys)
-    # first pass: enough programs to fill the chip a few times over; with many row blocks they do so unsplit
-    wanted = max(1, multiprocessors * 4 // (units * row_blocks))
-    per_split = max(min(4, tiles), -(-tiles // wanted))
-    key_tiles = max(1, min(8, tiles * units // (multiprocessors * 4))) if row_blocks == 1 else 1
+    # one wave of programs in either pass; with many row blocks they fill the chip unsplit
+    programs = _WAVE * multiprocessors
+    per_split = max(min(4, tiles), -(-tiles // max(1, programs // (units * row_blocks))))
+    key_tiles = max(1, -(-tiles * units // programs)) if row_blocks == 1 else 1
     return ScoresPlan(heads, queries, query_blocks, row_blocks, tile, per_split * tile.keys, -(-tiles // per_split),
                       key_tiles)
+
+
+@dataclass(frozen=True)
+class PagesPlan:
+    """Pages of a program in the scoring pass and in the softmax pass, and warps of the scoring pass.
+
+    ``eager``: read summaries before knowing how many are valid. It saves the time of one memory access and may read in
+    vain, so it is for small ones.
+    """
+
+    pages: int
+    warps: int
+    softmax_pages: int
+    eager: bool
+
+
+@cache
+def plan_pages(pages: int, units: int, itemsize: int, multiprocessors: int) -> PagesPlan:
+    """Small blocks while there are too few of them to fill the chip; ``units`` is batch rows times KV heads."""
+    eager = pages * units <= 128 * multiprocessors
+    return PagesPlan(pages=32, warps=4 if itemsize == 4 else 2, softmax_pages=256 if pages > 4096 else 128, eager=eager)
+
+
+def topk_warps(block: int) -> int:
+    """Warps for a row of ``block`` scores in registers."""
+    return 4 if block <= 1024 else 8
+
+
+@cache
+def topk_chunk(pages: int, k: int) -> int:
+    """Size of the chunks whose best k are found first, or 0 to take a whole row at once.
+
+    One program is slow on a long row and the chip has many; worth it when few enough candidates remain.
+    """
+    chunk = 1024
+    candidates = -(-pages // chunk) * k
+    if pages <= 4 * chunk or candidates > min(pages // 2, TOPK_MOST):
+        return 0
+    return chunk

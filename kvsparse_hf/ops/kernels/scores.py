@@ -19,6 +19,8 @@ from ._math import (
     dot_precision,
     finite_or_zero,
     inner_contiguous,
+    join_previous,
+    launch_options,
     log2_logits,
     multiprocessors,
     next_power_of_2,
@@ -78,8 +80,10 @@ def _query_lse_kernel(
     HEADS: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr,
     GB: tl.constexpr, BW: tl.constexpr, BLOCK_N: tl.constexpr,
     HAS_SOFTCAP: tl.constexpr, HAS_PAD: tl.constexpr, SPLIT: tl.constexpr, PRECISION: tl.constexpr,
+    DEPENDENT: tl.constexpr,
 ):
     """One (row block, split of the keys, KV head and batch row): maximum and mass of the rows, in units of log 2."""
+    join_previous(DEPENDENT, False)
     # the last row blocks see the most keys and go first
     block = tl.num_programs(0) - 1 - tl.program_id(0)
     split = tl.program_id(1)
@@ -122,8 +126,10 @@ def _query_lse_kernel(
 
 
 @triton.jit
-def _merge_lse_kernel(PartMax, PartSum, Lse, rows, splits, ROWS: tl.constexpr, SPLITS: tl.constexpr):
+def _merge_lse_kernel(PartMax, PartSum, Lse, rows, splits, ROWS: tl.constexpr, SPLITS: tl.constexpr,
+                      DEPENDENT: tl.constexpr):
     """A few rows of [rows, splits] each: log of the summed masses."""
+    join_previous(DEPENDENT, False)
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     s = tl.arange(0, SPLITS)
     mask = (row < rows)[:, None] & (s < splits)[None, :]
@@ -153,11 +159,13 @@ def _load_lse(Lse, g, w, ok, window):
 
 
 @triton.jit
-def _per_head(received, MAX: tl.constexpr, GB: tl.constexpr, BW: tl.constexpr):
-    """[N, GB * BW] -> [N, heads kept apart]: the maximum over the group needs one sum per head, the mean does not."""
-    if MAX:
-        return tl.sum(tl.reshape(received, [received.shape[0], GB, BW]), 2)
-    return tl.sum(received, 1)[:, None]
+def _per_head(received, KEPT: tl.constexpr, N: tl.constexpr, ROWS: tl.constexpr):
+    """[N, ROWS] -> [N, KEPT]: the maximum over the group needs one sum per head, the mean needs only one in all."""
+    if KEPT == 1:
+        sums = tl.sum(received, 1)[:, None]
+    else:
+        sums = tl.sum(tl.reshape(received, [N, KEPT, ROWS // KEPT]), 2)
+    return sums
 
 
 @triton.jit
@@ -167,12 +175,13 @@ def _column_sums_kernel(
     window, total, query_blocks, key_tiles, scale, softcap, factor,
     HEADS: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr,
     GB: tl.constexpr, BW: tl.constexpr, BLOCK_N: tl.constexpr, MAX: tl.constexpr, ONE_BLOCK: tl.constexpr,
-    HAS_SOFTCAP: tl.constexpr, HAS_PAD: tl.constexpr, PRECISION: tl.constexpr,
+    HAS_SOFTCAP: tl.constexpr, HAS_PAD: tl.constexpr, PRECISION: tl.constexpr, DEPENDENT: tl.constexpr,
 ):
     """One (run of ``key_tiles`` key tiles, KV head and batch row).
 
     ONE_BLOCK: all query rows fit one row block, which stays on chip while the keys stream by.
     """
+    join_previous(DEPENDENT, False)
     KEPT: tl.constexpr = GB if MAX else 1
     unit = tl.program_id(1).to(tl.int64)
     batch = unit // HEADS
@@ -195,7 +204,7 @@ def _column_sums_kernel(
         k = _load_keys(keys, n, total, k_stride_n, D, BLOCK_D)
         if ONE_BLOCK:
             result = tl.max(_per_head(_received(q, k, n, at, lse, scale, softcap, HAS_SOFTCAP, True, PRECISION),
-                                      MAX, GB, BW), 1)
+                                      KEPT, BLOCK_N, GB * BW), 1)
         else:
             result = tl.zeros([BLOCK_N], tl.float32)
             # queries before this tile of keys see none of it, queries behind it see all of it
@@ -208,13 +217,13 @@ def _column_sums_kernel(
                     q = _load_queries(queries, g, w, ok, q_stride_h, q_stride_w, D, BLOCK_D, K.dtype.element_ty)
                     lse = _load_lse(lses, g, w, ok, window)
                     acc += _per_head(_received(q, k, n, at, lse, scale, softcap, HAS_SOFTCAP, True, PRECISION),
-                                     MAX, GB, BW)
+                                     KEPT, BLOCK_N, GB * BW)
                 for block in range(heads_block * query_blocks + whole, (heads_block + 1) * query_blocks):
                     g, w, at, ok = _rows_of_block(block, offset, window, pad, query_blocks, GROUP, GB, BW)
                     q = _load_queries(queries, g, w, ok, q_stride_h, q_stride_w, D, BLOCK_D, K.dtype.element_ty)
                     lse = _load_lse(lses, g, w, ok, window)
                     acc += _per_head(_received(q, k, n, at, lse, scale, softcap, HAS_SOFTCAP, False, PRECISION),
-                                     MAX, GB, BW)
+                                     KEPT, BLOCK_N, GB * BW)
                 if MAX:
                     result = tl.maximum(result, tl.max(acc, 1))
                 else:
@@ -239,6 +248,7 @@ def column_sums(
     heads, total = k.shape[1], k.shape[2]
     group = heads_q // heads
     q, k = inner_contiguous(q), inner_contiguous(k)
+    pad = None if pad is None else pad.contiguous()
     out = torch.empty(batch, heads, total, dtype=torch.float32, device=k.device)
     block_d = max(16, next_power_of_2(dim))
     plan = plan_scores(total, window, group, batch * heads, block_d, k.element_size(), multiprocessors(k.device))
@@ -246,7 +256,7 @@ def column_sums(
     common = dict(
         HEADS=heads, GROUP=group, D=dim, BLOCK_D=block_d, GB=plan.heads, BW=plan.queries, BLOCK_N=plan.tile.keys,
         HAS_SOFTCAP=softcap > 0, HAS_PAD=pad is not None, PRECISION=dot_precision(k.dtype),
-        num_warps=plan.tile.warps, num_stages=plan.tile.stages,
+        num_warps=plan.tile.warps, num_stages=plan.tile.stages, **launch_options(k.device),
     )
     if lse is None:
         rows = batch * heads_q * window
@@ -259,6 +269,7 @@ def column_sums(
         if plan.splits > 1:
             _merge_lse_kernel[(triton.cdiv(rows, 8),)](
                 parts[0], parts[1], lse, rows, plan.splits, ROWS=8, SPLITS=next_power_of_2(plan.splits), num_warps=4,
+                **launch_options(k.device),
             )
     else:
         lse = lse.to(torch.float32).contiguous()

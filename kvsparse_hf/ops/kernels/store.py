@@ -6,7 +6,16 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ._math import inner_contiguous, next_power_of_2
+from ._math import (
+    contiguous,
+    inner_contiguous,
+    join_previous,
+    launch_options,
+    next_power_of_2,
+    require_contiguous,
+)
+
+GATHER_ROWS = 32
 
 
 @triton.jit
@@ -14,9 +23,10 @@ def _store_token_kernel(
     K, V, Pos, KNew, VNew, NewPos, Start, Capacity, Length, Pinned, Cursor, Override, Summary,
     k_stride_b, k_stride_h, v_stride_b, v_stride_h, num_pages, page_size,
     HEADS: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
-    HAS_OVERRIDE: tl.constexpr, HAS_SUMMARY: tl.constexpr,
+    HAS_OVERRIDE: tl.constexpr, HAS_SUMMARY: tl.constexpr, DEPENDENT: tl.constexpr,
 ):
     """One (KV head, batch row): it alone reads and writes its counters."""
+    join_previous(DEPENDENT, True)
     head = tl.program_id(0)
     batch = tl.program_id(1).to(tl.int64)
     unit = batch * HEADS + head
@@ -76,13 +86,16 @@ def store_token(
     """See :func:`kvsparse_hf.ops.store_token`."""
     batch, heads, dim = k_new.shape
     dim_v = v_new.shape[-1]
+    require_contiguous(k=k, v=v, pos=pos, length=length, cursor=cursor, summary=summary)
     k_new, v_new = inner_contiguous(k_new), inner_contiguous(v_new)
+    new_pos, start, capacity, pinned, slot_override = contiguous(new_pos, start, capacity, pinned, slot_override)
     _store_token_kernel[(heads, batch)](
         k, v, pos, k_new, v_new, new_pos, start, capacity, length, pinned, cursor, slot_override, summary,
         k_new.stride(0), k_new.stride(1), v_new.stride(0), v_new.stride(1),
         0 if summary is None else summary.shape[2], page_size,
         HEADS=heads, D=dim, DV=dim_v, BLOCK_D=next_power_of_2(dim), BLOCK_DV=next_power_of_2(dim_v),
         HAS_OVERRIDE=slot_override is not None, HAS_SUMMARY=summary is not None, num_warps=1,
+        **launch_options(k.device),
     )
 
 
@@ -91,9 +104,10 @@ def _gather_rows_kernel(
     SrcK, SrcV, Index, Start, DstK, DstV,
     k_stride_b, k_stride_h, k_stride_n, v_stride_b, v_stride_h, v_stride_n, entries,
     HEADS: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
-    BLOCK_M: tl.constexpr,
+    BLOCK_M: tl.constexpr, DEPENDENT: tl.constexpr,
 ):
     """One (block of entries, KV head, batch row)."""
+    join_previous(DEPENDENT, True)
     head = tl.program_id(1)
     batch = tl.program_id(2).to(tl.int64)
     unit = batch * HEADS + head
@@ -115,11 +129,13 @@ def gather_rows(src_k: Tensor, src_v: Tensor, index: Tensor, start: Tensor, dst_
     if entries == 0:
         return
     dim, dim_v = src_k.shape[-1], src_v.shape[-1]
-    src_k, src_v, index = inner_contiguous(src_k), inner_contiguous(src_v), index.contiguous()
-    block = 32
+    require_contiguous(dst_k=dst_k, dst_v=dst_v)
+    src_k, src_v = inner_contiguous(src_k), inner_contiguous(src_v)
+    index, start = contiguous(index, start)
+    block = GATHER_ROWS
     _gather_rows_kernel[(triton.cdiv(entries, block), heads, batch)](
         src_k, src_v, index, start, dst_k, dst_v,
         *src_k.stride()[:3], *src_v.stride()[:3], entries,
         HEADS=heads, D=dim, DV=dim_v, BLOCK_D=next_power_of_2(dim), BLOCK_DV=next_power_of_2(dim_v), BLOCK_M=block,
-        num_warps=4,
+        num_warps=4, **launch_options(dst_k.device),
     )

@@ -7,10 +7,12 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ._math import next_power_of_2
+from ._math import join_previous, launch_options, next_power_of_2
+from .plan import TOPK_MOST, topk_chunk, topk_warps
 
-MAX_PAGES = 16384
+COLUMNS = 16
 _LOWEST = tl.constexpr(-(2**31))
+_THIRD = tl.constexpr((2**32 + 2) // 3)  # the high half of a product with it is a third
 
 
 @triton.jit
@@ -21,38 +23,70 @@ def _ordered(x):
 
 
 @triton.jit
-def _topk_pages_kernel(Scores, Out, pages, k, BLOCK_P: tl.constexpr, BLOCK_K: tl.constexpr):
-    """One row. The threshold is found by bisection on the ordered bits, each step one count over the row."""
+def _count_two(keys, first, second):
+    """How many keys are at or above each of two thresholds: one reduction, two counts in an int32."""
+    packed = tl.sum((keys >= first).to(tl.int32) + (keys >= second).to(tl.int32) * 65536, 0)
+    return packed & 0xFFFF, packed >> 16
+
+
+@triton.jit
+def _topk_pages_kernel(
+    Scores, Ids, Out, OutScores, pages, k,
+    ROWS: tl.constexpr, COLUMNS: tl.constexpr, BLOCK_K: tl.constexpr,
+    HAS_IDS: tl.constexpr, HAS_SCORES: tl.constexpr, DEPENDENT: tl.constexpr,
+):
+    """One (row, chunk of it), as ROWS x COLUMNS scores: a few columns in a row keep the scans short.
+
+    The threshold is found by trisection on the ordered bits; each step costs one reduction over the chunk.
+    HAS_IDS: the indices to give for the scores, ascending. HAS_SCORES: also give the chosen scores, -inf behind them.
+    """
+    join_previous(DEPENDENT, True)
     row = tl.program_id(0).to(tl.int64)
-    page = tl.arange(0, BLOCK_P)
+    chunk = row * tl.num_programs(1) + tl.program_id(1)  # of the output
+    page = tl.arange(0, ROWS)[:, None] * COLUMNS + tl.arange(0, COLUMNS)[None, :] + tl.program_id(1) * ROWS * COLUMNS
     scores = tl.load(Scores + row * pages + page, mask=page < pages, other=float("-inf"))
     scores = tl.where(scores == 0, 0.0, scores)  # -0 ties with +0
     usable = scores > float("-inf")  # false for NaN too
     keys = tl.where(usable, _ordered(scores), _LOWEST)
+    flat = tl.reshape(keys, [ROWS * COLUMNS], can_reorder=True)  # counting needs no order, and moves nothing
+    take = tl.minimum(tl.sum((flat != _LOWEST).to(tl.int32), 0), k)
+    hi = tl.max(flat, 0)
+    lo = tl.min(tl.where(flat == _LOWEST, hi, flat), 0)
 
-    # invariant: count(keys >= lo) >= take, count(keys > hi) < take; so the take-th largest key is in lo .. hi
-    take = tl.minimum(tl.sum(usable.to(tl.int32), 0), k)
-    hi = tl.max(keys, 0)
-    lo = tl.min(tl.where(usable, keys, hi), 0)
+    # invariant: count(keys >= lo) >= take > count(keys > hi), so the take-th largest key is in lo .. hi
     while lo < hi:
-        middle = (lo | hi) - ((lo ^ hi) >> 1)  # mean rounded up, without overflow
-        count = tl.sum((keys >= middle).to(tl.int32), 0)
-        lo = tl.where(count >= take, middle, lo)
-        # exactly enough keys at or above the middle: no need to find the very key
-        hi = tl.where(count == take, middle, tl.where(count > take, hi, middle - 1))
+        third = tl.umulhi((hi - lo).to(tl.uint32, bitcast=True), _THIRD).to(tl.int32, bitcast=True)
+        first = lo + tl.maximum(third, 1)
+        second = tl.maximum(hi - third, first)
+        count_first, count_second = _count_two(flat, first, second)
+        lo = tl.where(count_second >= take, second, tl.where(count_first >= take, first, lo))
+        hi = tl.where(count_second >= take, hi, tl.where(count_first >= take, second - 1, first - 1))
+        # exactly enough keys at or above a threshold: no need to find the very key
+        exact = ((count_second == take) & (lo == second)) | ((count_first == take) & (lo == first))
+        hi = tl.where(exact, lo, hi)
+
+    # above and tied in one scan: counts of keys above in the low half, of ties in the high half
     above = usable & (keys > lo)
     tied = usable & (keys == lo)
-
-    # one scan for both counts: keys above in the low half, ties in the high half
-    ranks = tl.cumsum(above.to(tl.int32) + (tied.to(tl.int32) << 16), 0)
-    above_rank = ranks & 0xFFFF
+    packed = above.to(tl.int32) + tied.to(tl.int32) * 65536
+    sums = tl.sum(packed, 1)
+    ranks = tl.cumsum(packed, 1) + (tl.cumsum(sums, 0) - sums)[:, None]
+    room = take - (tl.sum(sums, 0) & 0xFFFF)
     tied_rank = ranks >> 16
-    room = take - tl.sum(above.to(tl.int32), 0)
     chosen = above | (tied & (tied_rank <= room))
-    tl.store(Out + row * k + above_rank + tl.minimum(tied_rank, room) - 1, page, mask=chosen)
-    for first in range(0, k, BLOCK_K):
-        slot = first + tl.arange(0, BLOCK_K)
-        tl.store(Out + row * k + slot, tl.full([BLOCK_K], -1, tl.int32), mask=(slot >= take) & (slot < k))
+    at = chunk * k + (ranks & 0xFFFF) + tl.minimum(tied_rank, room) - 1
+    ids = page
+    if HAS_IDS:
+        ids = tl.load(Ids + row * pages + page, mask=chosen, other=-1)
+    tl.store(Out + at, ids, mask=chosen)
+    if HAS_SCORES:
+        tl.store(OutScores + at, scores, mask=chosen)
+    for begin in range(take // BLOCK_K * BLOCK_K, k, BLOCK_K):
+        slot = begin + tl.arange(0, BLOCK_K)
+        behind = (slot >= take) & (slot < k)
+        tl.store(Out + chunk * k + slot, tl.full([BLOCK_K], -1, tl.int32), mask=behind)
+        if HAS_SCORES:
+            tl.store(OutScores + chunk * k + slot, tl.full([BLOCK_K], float("-inf"), tl.float32), mask=behind)
 
 
 def _topk_large(scores: Tensor, k: int) -> Tensor:
@@ -69,18 +103,32 @@ def _topk_large(scores: Tensor, k: int) -> Tensor:
     return torch.nn.functional.pad(chosen, (0, k - chosen.shape[-1]), value=-1)
 
 
+def _launch(scores: Tensor, k: int, chunk: int, ids: Tensor | None, keep_scores: bool) -> tuple[Tensor, Tensor | None]:
+    """Best k of every chunk of every row of scores [rows, n]: indices and scores [rows, chunks * k]."""
+    rows, pages = scores.shape
+    block = max(2 * COLUMNS, next_power_of_2(chunk))
+    chunks = triton.cdiv(pages, chunk)
+    out = torch.empty(rows, chunks * k, dtype=torch.int32, device=scores.device)
+    kept = torch.empty(rows, chunks * k, dtype=torch.float32, device=scores.device) if keep_scores else None
+    _topk_pages_kernel[(rows, chunks)](
+        scores, ids, out, kept, pages, k, ROWS=block // COLUMNS, COLUMNS=COLUMNS, BLOCK_K=256,
+        HAS_IDS=ids is not None, HAS_SCORES=keep_scores, num_warps=topk_warps(block), **launch_options(scores.device),
+    )
+    return out, kept
+
+
 def topk_pages(scores: Tensor, k: int) -> Tensor:
     """See :func:`kvsparse_hf.ops.topk_pages`."""
     batch, heads, pages = scores.shape
-    scores = scores.float().contiguous()
-    if pages > MAX_PAGES:
-        return _topk_large(scores, k)
-    out = torch.empty(batch, heads, k, dtype=torch.int32, device=scores.device)
-    if k == 0:
-        return out
-    block = max(16, next_power_of_2(pages))
-    _topk_pages_kernel[(batch * heads,)](
-        scores, out, pages, k, BLOCK_P=block, BLOCK_K=256,
-        num_warps=4 if block <= 2048 else 8 if block <= 4096 else 16,
-    )
-    return out
+    scores = scores.float().contiguous().view(batch * heads, pages)
+    if k == 0 or pages == 0:
+        return torch.full((batch, heads, k), -1, dtype=torch.int32, device=scores.device)
+    chunk = topk_chunk(pages, k)
+    if chunk:
+        ids, best = _launch(scores, k, chunk, None, True)
+        out, _ = _launch(best, k, best.shape[-1], ids, False)
+    elif pages <= TOPK_MOST:
+        out, _ = _launch(scores, k, pages, None, False)
+    else:
+        out = _topk_large(scores, k)
+    return out.view(batch, heads, k)

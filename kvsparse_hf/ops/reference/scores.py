@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ._common import NEG_INF, acc_dtype, apply_softcap, reduce_group, safe_softmax
+from ._common import NEG_INF, acc_dtype, apply_softcap, reduce_group
 
 _BLOCK_ELEMENTS = 1 << 25
 
@@ -52,7 +52,7 @@ def column_sums(
         scale, pad, softcap, group_reduce: as in :func:`window_scores`.
 
     Returns:
-        fp32 [B, H, N]. Memory stays O(N): queries are taken in blocks.
+        fp32 [B, H, N]. Memory stays O(N), about that of the keys: queries are taken in blocks.
     """
     batch, heads_q, window, dim = q.shape
     heads, total = k.shape[1], k.shape[2]
@@ -61,18 +61,20 @@ def column_sums(
     j = torch.arange(total, device=q.device)
     real = torch.ones(batch, total, dtype=torch.bool, device=q.device) if pad is None else j >= pad.unsqueeze(-1)
     sums = torch.zeros(batch, heads_q, total, dtype=acc, device=q.device)
-    step = max(1, min(window, _BLOCK_ELEMENTS // max(1, batch * heads_q * total)))
+    row = max(1, batch * heads_q * total)
+    step = max(1, min(window, _BLOCK_ELEMENTS // row, max(4, k.numel() // (2 * row))))
     for first in range(0, window, step):
         block = slice(first, min(first + step, window))
-        at = j[total - window + first : total - window + block.stop]
-        queries = q[:, :, block].to(acc).unflatten(1, (heads, heads_q // heads))
-        valid = (j <= at.unsqueeze(-1)) & real.unsqueeze(1) & real[:, at].unsqueeze(-1)  # [B, w, N]
-        logits = apply_softcap(queries @ keys * scale, softcap)
-        logits = torch.where(valid[:, None, None], logits, NEG_INF).flatten(1, 2)
+        seen = total - window + block.stop  # no query of the block sees a later key
+        at = j[total - window + first : seen]
+        queries = q[:, :, block].to(acc).unflatten(1, (heads, heads_q // heads)) * scale
+        valid = (j[:seen] <= at.unsqueeze(-1)) & real[:, None, :seen] & real[:, at].unsqueeze(-1)  # [B, w, seen]
+        logits = apply_softcap(queries @ keys[..., :seen], softcap)
+        logits = logits.masked_fill_(~valid[:, None, None], NEG_INF).flatten(1, 2)
         if lse is None:
-            weights, _ = safe_softmax(logits)
+            known = torch.logsumexp(logits, dim=-1)
+            known = torch.where(torch.isinf(known), 0.0, known)
         else:
             known = torch.where(real[:, None, at], lse[:, :, block].to(acc), 0)
-            weights = torch.exp(logits - known.unsqueeze(-1))
-        sums = sums + weights.sum(2)
+        sums[..., :seen] += logits.sub_(known.unsqueeze(-1)).exp_().sum(2)
     return reduce_group(sums, heads, group_reduce).float()

@@ -1,0 +1,246 @@
+"""Milliseconds per decoded token of a whole model, next to Transformers' own caches.
+
+Weights, keys and values are random: decode speed depends on none of them. A check of the dense decode step against
+Transformers' DynamicCache on the same keys and values comes first.
+"""
+
+import gc
+import importlib.util
+import statistics
+import time
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from rich.progress import Progress
+from transformers import DynamicCache, PreTrainedModel, StaticCache
+
+from ..cache import SparseCache
+from ..decoding import FastDecode
+from ..errors import KVSparseError
+from ..hf import compat
+from ..hf.attention import detach
+from ..methods import FullCache
+from ..registry import get_method, list_methods
+from .models import fill, random_model
+from .timing import Results
+
+RESERVE = 512
+
+
+@dataclass(frozen=True)
+class Case:
+    """One measurement.
+
+    Attributes:
+        system: a method of this library, "transformers-dynamic" or "transformers-static".
+        how: "fast_decode", "fast_decode-default", "fast_decode-max-autotune", "fast_decode-freeze" (what is captured), "generate" (compiled by
+            `generate()` itself), "eager" or "compiled" (the same for Transformers' caches).
+        batch, context, budget: rows, tokens per row, budget per key/value head.
+    """
+
+    system: str
+    how: str
+    batch: int
+    context: int
+    budget: int = 2048
+
+    @property
+    def name(self) -> str:
+        return f"{self.system}/{self.how}"
+
+    @classmethod
+    def parse(cls, text: str) -> "Case":
+        """Reads `system/how:batch:context[:budget]`, as in `snapkv/fast_decode:1:32768:2048`."""
+        try:
+            name, *numbers = text.split(":")
+            system, how = name.split("/")
+            return cls(system, how, *map(int, numbers))
+        except (ValueError, TypeError) as error:
+            raise KVSparseError(f"case {text!r} is not system/how:batch:context[:budget].") from error
+
+
+GRID = [
+    Case.parse(text)
+    for text in (
+        "snapkv/fast_decode:1:32768",
+        "snapkv/fast_decode-freeze:1:32768",
+        "snapkv/fast_decode-freeze:1:131072",
+        "full/fast_decode-freeze:1:131072",
+        "snapkv/fast_decode-freeze:8:32768",
+        "snapkv/generate:1:32768",
+        "transformers-dynamic/eager:1:32768",
+        "transformers-dynamic/eager:1:131072",
+        "transformers-static/compiled:1:32768",
+        "transformers-static/compiled:1:131072",
+        "transformers-static/compiled:8:32768",
+        "snapkv/fast_decode-default:1:32768",
+        "snapkv/fast_decode:8:32768",
+        "full/fast_decode:1:131072",
+    )
+]
+
+
+def make_cache(case: Case, model: PreTrainedModel, new_tokens: int):
+    """The cache of one case, empty."""
+    detach(model)
+    if case.system == "transformers-dynamic":
+        return DynamicCache(config=model.config)
+    if case.system == "transformers-static":
+        return StaticCache(config=model.config, max_cache_len=case.context + new_tokens + 1)
+    if case.system == "full":
+        return FullCache(model, reserve=RESERVE)
+    if case.system not in list_methods():
+        raise KVSparseError(f"unknown system {case.system!r}.")
+    return get_method(case.system)(model, budget=case.budget, reserve=RESERVE)
+
+
+def _arguments(case: Case, cache) -> dict:
+    arguments = {compat.CACHE_ARGUMENT: cache, "disable_compile": case.how == "eager"}
+    if case.how.startswith("fast_decode"):
+        mode = case.how.removeprefix("fast_decode").removeprefix("-") or "none"
+        arguments["custom_generate"] = FastDecode(compile=mode)
+    return arguments
+
+
+class _Stopwatch:
+    """A streamer that notes when each token arrives."""
+
+    def __init__(self):
+        self.times: list[float] = []
+
+    def put(self, tokens) -> None:
+        self.times.append(time.perf_counter())
+
+    def end(self) -> None:
+        self.times.append(time.perf_counter())
+
+
+@torch.no_grad()
+def check(shape: str, context: int = 1000, layers: int = 4, device: str = "cuda") -> tuple[float, float]:
+    """Errors of one dense decode step in bf16 against fp32, with a few layers of the shape: ours, and Transformers' own.
+
+    Returns:
+        Relative errors of the logits, in norm, of `FullCache` and of `DynamicCache`.
+    """
+    exact = random_model(shape, device, torch.float32, layers)
+    half = random_model(shape, device, torch.bfloat16, layers)
+    half.load_state_dict(exact.state_dict())
+    exact.load_state_dict(half.state_dict())  # the same, rounded, weights
+    token = torch.full((1, 1), 7, device=device)
+    logits = []
+    for model, system in ((exact, "transformers-dynamic"), (half, "full"), (half, "transformers-dynamic")):
+        cache = make_cache(Case(system, "eager", 1, context), model, 1)
+        fill(cache, model, 1, context)
+        logits.append(model(token, **{compat.CACHE_ARGUMENT: cache}).logits.double())
+    reference, ours, theirs = logits
+    return tuple(float((x - reference).norm() / reference.norm()) for x in (ours, theirs))
+
+
+class Bench:
+    """One model, and the cases that run on it."""
+
+    def __init__(self, model: PreTrainedModel, new_tokens: int = 128, warm_tokens: int = 24):
+        self.model, self.new_tokens, self.warm_tokens = model, new_tokens, warm_tokens
+
+    def run(self, case: Case) -> dict:
+        """Measures one case: `ms` per token (median over tokens, or over runs for several rows), `n`, `warmup_s`, `bytes`."""
+        gc.collect()
+        torch.cuda.empty_cache()
+        torch._dynamo.reset()
+        begun = time.perf_counter()
+        cache = make_cache(case, self.model, self.new_tokens)
+        cache, _ = self._generate(case, cache, self.warm_tokens)
+        warm = time.perf_counter() - begun
+        if case.batch == 1:
+            cache, times = self._generate(case, cache, self.new_tokens)
+            # The first tokens hold the capture; the last ones are read together with it.
+            steps = [b - a for a, b in zip(times[16:-4], times[17:-3], strict=True)]
+        else:
+            steps = []
+            for _ in range(3):
+                spans = []
+                for tokens in (self.warm_tokens, self.new_tokens):
+                    cache, times = self._generate(case, cache, tokens)
+                    spans.append(times[-1] - times[0])
+                steps.append((spans[1] - spans[0]) / (self.new_tokens - self.warm_tokens))
+        held = cache.report().device_bytes if isinstance(cache, SparseCache) else None
+        return {"ms": statistics.median(steps) * 1e3, "n": len(steps), "warmup_s": warm, "bytes": held}
+
+    @torch.no_grad()
+    def _generate(self, case: Case, cache, tokens: int):
+        """One run over a freshly filled cache. Returns the cache and the moments of its tokens (or of start and end)."""
+        if case.system == "transformers-dynamic":
+            cache = make_cache(case, self.model, tokens)
+        else:
+            cache.reset()
+        fill(cache, self.model, case.batch, case.context)
+        ids = torch.randint(3, 1000, (case.batch, case.context + 1), device=self.model.device)
+        watch = _Stopwatch()
+        # Transformers' streamers take one row only.
+        streamer = {"streamer": watch} if case.batch == 1 else {}
+        torch.cuda.synchronize()
+        watch.put(None)
+        self.model.generate(
+            ids, attention_mask=torch.ones_like(ids), max_new_tokens=tokens, min_new_tokens=None, do_sample=False,
+            eos_token_id=None, pad_token_id=0, **streamer, **_arguments(case, cache),
+        )  # fmt: skip
+        torch.cuda.synchronize()
+        watch.end()
+        return cache, watch.times
+
+
+def plot(rows: list[dict], path: Path) -> None:
+    """Bars of milliseconds per token, one per case. Needs matplotlib (extra `eval`)."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    bars = [row for row in rows if row["metric"] == "ms_per_token"]
+    labels = [f"{row['case']}  B={row['shape']['batch']}, {row['shape']['context'] // 1024}K" for row in bars]
+    figure, axes = pyplot.subplots(figsize=(9, 0.4 * len(bars) + 1.2), layout="constrained")
+    ours = ["tab:blue" if not row["case"].startswith("transformers") else "tab:gray" for row in bars]
+    drawn = axes.barh(labels, [row["value"] for row in bars], color=ours)
+    axes.bar_label(drawn, fmt=" %.2f")
+    axes.set(xlabel="ms per token", xscale="log", title=f"{bars[0]['shape']['model']} on {bars[0]['gpu']}")
+    axes.invert_yaxis()
+    figure.savefig(path, dpi=130)
+    pyplot.close(figure)
+
+
+def run(
+    cases: Iterable[Case], shape: str = "llama-3.1-8b", output: str | Path = "examples/results", limit_s: float = 1e9
+) -> list[dict]:
+    """Checks, then measures the cases in order (as long as `limit_s` allows) and appends rows of suite `decode`.
+
+    Raises:
+        KVSparseError: the decode step is not right; nothing is timed then.
+    """
+    cases, begun = list(cases), time.perf_counter()
+    ours, theirs = check(shape)
+    if not ours < 1.5 * theirs + 1e-3:
+        raise KVSparseError(f"decode logits are off by {ours:.3g} from fp32, Transformers' by {theirs:.3g}; nothing was timed.")
+    bench = Bench(random_model(shape))
+    results = Results(output, "decode")
+    with Progress() as progress:
+        task = progress.add_task("decode", total=len(cases))
+        for case in cases:
+            if time.perf_counter() - begun > limit_s:
+                progress.console.print(f"{case.name}: no time left")
+                continue
+            figures = bench.run(case)
+            where = {"model": shape, "batch": case.batch, "context": case.context, "budget": case.budget}
+            results.add(case.name, "ms_per_token", round(figures["ms"], 3), "ms", where, figures["n"])
+            results.add(case.name, "warmup_s", round(figures["warmup_s"], 1), "s", where)
+            if figures["bytes"] is not None:
+                results.add(case.name, "device_bytes", figures["bytes"], "B", where)
+            progress.console.print(
+                f"{case.name:<34} B={case.batch:<3} {case.context:>7}  {figures['ms']:8.3f} ms  "
+                f"(warm-up {figures['warmup_s']:.0f} s, {figures['n']} values)"
+            )
+            progress.advance(task)
+    if importlib.util.find_spec("matplotlib"):
+        plot(results.rows, Path(output) / "decode.png")
+    return results.rows

@@ -1,0 +1,61 @@
+"""`kvsparse generate`: one prompt through one preset."""
+
+import sys
+from pathlib import Path
+from typing import Annotated
+
+from rich.console import Console
+from transformers import TextStreamer
+from typer import Option
+
+from ..errors import KVSparseError
+from ..hf.compat import CACHE_ARGUMENT
+from ..presets import load_preset, read_preset
+from .loading import choose_device, choose_dtype, load_model, parse_options, tokenize
+
+
+def generate(
+    model: Annotated[str, Option("--model", "-m", help="Folder or Hub name of a causal language model.")],
+    preset: Annotated[str, Option("--preset", "-p", help="Name of a shipped preset, or a YAML file.")] = "snapkv-1024",
+    prompt: Annotated[str | None, Option(help="The prompt.")] = None,
+    file: Annotated[Path | None, Option(help="A text file that holds the prompt; - reads standard input.")] = None,
+    max_new_tokens: Annotated[int, Option(min=1, help="Tokens to generate at most.")] = 256,
+    chat: Annotated[
+        bool | None, Option("--chat/--no-chat", help="Whether to use the chat template. Default: where there is one.")
+    ] = None,
+    option: Annotated[
+        list[str] | None, Option("--option", "-o", help="key=value, replaces an option of the preset; repeatable.")
+    ] = None,
+    device: Annotated[str, Option(help="auto, cpu, cuda, cuda:1, ...")] = "auto",
+    dtype: Annotated[str, Option(help="auto, float32, bfloat16 or float16.")] = "auto",
+) -> None:
+    """Generate greedily with a sparse cache. Text goes to standard output, the cache's report to standard error."""
+    text = _read_prompt(prompt, file)
+    options = parse_options(option or [])
+    read_preset(preset)  # a wrong name is refused before the model is loaded
+    where = choose_device(device)
+    loaded, tokenizer = load_model(model, where, choose_dtype(dtype, where))
+    cache = load_preset(preset, loaded, **options)
+    inputs = tokenize(tokenizer, text, chat).to(where)
+    loaded.generate(
+        **inputs,
+        **{CACHE_ARGUMENT: cache},
+        max_new_tokens=max_new_tokens,
+        do_sample=False,
+        streamer=TextStreamer(tokenizer, skip_prompt=True, skip_special_tokens=True),
+    )
+    sys.stdout.flush()
+    Console(stderr=True, highlight=False).print(f"\n{cache.report()}", markup=False)
+
+
+def _read_prompt(prompt: str | None, file: Path | None) -> str:
+    if (prompt is None) == (file is None):
+        raise KVSparseError("give either --prompt or --file.")
+    if prompt is None:
+        try:
+            prompt = sys.stdin.read() if str(file) == "-" else file.read_text(encoding="utf-8")
+        except (OSError, UnicodeDecodeError) as error:
+            raise KVSparseError(f"{file} cannot be read: {error}") from error
+    if not prompt.strip():
+        raise KVSparseError("the prompt is empty.")
+    return prompt

@@ -1,0 +1,96 @@
+"""What the commands share: reading option values, choosing a device, loading a model."""
+
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+import yaml
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+from transformers.utils import logging
+
+from ..errors import KVSparseError
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+
+
+def parse_value(text: str) -> Any:
+    """A value as a preset file would hold it: `512` is an int, `0.25` a float, `512MiB` a string."""
+    try:
+        return yaml.safe_load(text)
+    except yaml.YAMLError as error:
+        raise KVSparseError(f"{text!r} is no value.") from error
+
+
+def parse_options(pairs: list[str]) -> dict[str, Any]:
+    """`["budget=512", …]` as a dictionary."""
+    options = {}
+    for pair in pairs:
+        key, separator, value = pair.partition("=")
+        if not separator or not key.strip():
+            raise KVSparseError(f"--option {pair!r}: write key=value.")
+        options[key.strip()] = parse_value(value)
+    return options
+
+
+def choose_device(name: str) -> torch.device:
+    """The device of that name; "auto" is the first CUDA device, else the CPU."""
+    if name == "auto":
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        return torch.empty(0, device=name).device
+    except (RuntimeError, AssertionError) as error:
+        raise KVSparseError(f"device {name!r} cannot be used: {_first_line(error)}") from error
+
+
+def choose_dtype(name: str, device: torch.device) -> torch.dtype:
+    """The dtype of that name; "auto" is bfloat16 on an accelerator and float32 on the CPU."""
+    if name == "auto":
+        return torch.float32 if device.type == "cpu" else torch.bfloat16
+    if name not in DTYPES:
+        raise KVSparseError(f"dtype {name!r} is not one of auto, {', '.join(DTYPES)}.")
+    return DTYPES[name]
+
+
+def load_model(
+    model: str | Path, device: torch.device, dtype: torch.dtype
+) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
+    """A causal language model and its tokenizer, from a folder or the Hub.
+
+    Raises:
+        KVSparseError: there is no such model, or it is none that generates text.
+    """
+    if str(model).startswith(("/", ".", "~")) and not Path(model).is_dir():
+        raise KVSparseError(f"model {str(model)!r}: no such folder.")
+    if not sys.stderr.isatty():
+        logging.disable_progress_bar()
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(model)
+        loaded = AutoModelForCausalLM.from_pretrained(model, dtype=dtype)
+    except (OSError, ValueError, ImportError) as error:
+        raise KVSparseError(f"model {str(model)!r} cannot be loaded: {_first_line(error)}") from error
+    return loaded.to(device).eval(), tokenizer
+
+
+def tokenize(tokenizer: PreTrainedTokenizerBase, text: str, chat: bool | None, answer: str = ""):
+    """Model inputs for one user message.
+
+    Args:
+        chat: whether to use the chat template; None: where the tokenizer has one.
+        answer: text the answer begins with.
+    """
+    if chat is None:
+        chat = bool(tokenizer.chat_template)
+    if not chat:
+        return tokenizer(f"{text}\n{answer}" if answer else text, return_tensors="pt")
+    if not tokenizer.chat_template:
+        raise KVSparseError("the tokenizer has no chat template; use --no-chat.")
+    messages = [{"role": "user", "content": text}]
+    rendered = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+    # The template writes the special tokens itself.
+    return tokenizer(rendered + answer, return_tensors="pt", add_special_tokens=False)
+
+
+def _first_line(error: Exception) -> str:
+    lines = str(error).strip().splitlines()
+    return lines[0] if lines else type(error).__name__

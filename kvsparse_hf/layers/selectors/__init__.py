@@ -1,0 +1,1 @@
+"""What one decode step reads: small objects that a `SelectingLayer` asks."""

@@ -1,0 +1,175 @@
+"""Selectors that score every token: by its key, by leading components of it (Loki), or by a few channels (SparQ)."""
+
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from ...policy.basis import key_basis
+from ...policy.reading import force, key_logits, masked_softmax, reduce_logits
+from ..base import AttentionCall
+from ..store import RaggedStore
+from .base import Selection, Selector, dense_view
+
+
+class TokenSelector(Selector):
+    """Exact top-k of the true logits."""
+
+    def refresh(self, store: RaggedStore, since: int) -> None:
+        """Nothing to do: the stored keys themselves are scored."""
+
+    def logits(self, query: Tensor, store: RaggedStore, call: AttentionCall) -> Tensor:
+        """`[B, H, G, C]` logits that rank the tokens."""
+        return key_logits(query, dense_view(store, store.keys), call.scale, call.softcap)
+
+    def select(self, query: Tensor, store: RaggedStore, call: AttentionCall) -> Selection:
+        logits = self.logits(query, store, call)
+        slot = torch.arange(logits.shape[-1], device=logits.device)
+        logits = torch.where((slot < store.length.unsqueeze(-1)).unsqueeze(2), logits, float("-inf"))
+        scores = force(reduce_logits(logits, self.reduce).float(), store.length, self.sinks, self.recent)
+        return Selection(self.top(scores), self.remember(logits))
+
+    def remember(self, logits: Tensor) -> tuple[Tensor, ...]:
+        """What `finish` needs of the logits."""
+        return ()
+
+    def bytes_read(self, store: RaggedStore, group: int) -> int:
+        return int(store.length.sum()) * self.scored_channels(store) * store.keys.element_size()
+
+    def scored_channels(self, store: RaggedStore) -> int:
+        """Channels of every key that the scoring brings in from memory."""
+        return store.keys.shape[-1]
+
+
+class LowRankSelector(TokenSelector):
+    """Loki: keys are stored in their principal components, and the leading ones rank them.
+
+    Args:
+        components: leading components that rank.
+        basis: `[H, D, D]` orthonormal columns, strongest first; None: computed per row from the first keys seen.
+    """
+
+    STATE: ClassVar[tuple[str, ...]] = ("limit", "basis")
+
+    def __init__(self, sinks: int, recent: int, reduce: str, components: int, basis: Tensor | None, backend: str = "auto"):
+        super().__init__(sinks, recent, reduce, backend=backend)
+        self.components = components
+        self.calibrated = basis
+        self.basis: Tensor | None = None  # [1, H, D, D] calibrated, [B, H, D, D] from the rows' own keys
+        self._fitted: list[bool] = []
+
+    def begin(self, batch: int) -> None:
+        self._fitted = [False] * batch
+
+    def observe(self, query: Tensor, key: Tensor, pad: Tensor) -> None:
+        batch, heads, tokens, dim = key.shape
+        if self.calibrated is not None:
+            self.keep("basis", self.calibrated.to(key.device, torch.float32).unsqueeze(0))
+            return
+        if not any(self._fitted):
+            self.keep("basis", torch.eye(dim, device=key.device).expand(batch, heads, dim, dim))
+        # A row is fitted once, by the first forward that shows it a real token.
+        for row, first in enumerate(pad.tolist()):
+            if not self._fitted[row] and first < tokens:
+                self.basis[row] = key_basis(key[row, :, first:])[0]
+                self._fitted[row] = True
+
+    def enter(self, states: Tensor) -> Tensor:
+        grouped = states.unflatten(1, (self.basis.shape[1], -1)).flatten(2, -2)
+        return (grouped.to(self.basis.dtype) @ self.basis).to(states.dtype).view(states.shape)
+
+    def logits(self, query: Tensor, store: RaggedStore, call: AttentionCall) -> Tensor:
+        leading = dense_view(store, store.keys)[..., : self.components]
+        return key_logits(query[..., : self.components], leading, call.scale, call.softcap)
+
+    def scored_channels(self, store: RaggedStore) -> int:
+        return self.components
+
+    def select_batch(self, index: Tensor) -> None:
+        basis = self.basis
+        if self.calibrated is not None:
+            self.basis = None  # one for all rows
+        super().select_batch(index)
+        if self.calibrated is not None:
+            self.basis = basis
+        self._fitted = [self._fitted[row] for row in index.tolist()]
+
+    def saved_state(self) -> dict:
+        return {**super().saved_state(), "fitted": self._fitted}
+
+    def restore(self, tensors: dict[str, Tensor], saved: dict, store: RaggedStore) -> None:
+        super().restore(tensors, saved, store)
+        self._fitted = saved["fitted"]
+
+
+class ChannelSelector(TokenSelector):
+    """SparQ: the channels in which the queries of a group are largest rank the tokens; the mean value stands for the rest.
+
+    Args:
+        channels: how many channels rank.
+        channel_major: hold the keys a second time, channel by channel, so that only the ranking channels are read.
+    """
+
+    STATE: ClassVar[tuple[str, ...]] = ("limit", "value_sum", "key_channels")
+    needs_lse: ClassVar[bool] = True
+
+    def __init__(
+        self, sinks: int, recent: int, reduce: str, channels: int, channel_major: bool = False, backend: str = "auto"
+    ):
+        super().__init__(sinks, recent, reduce, backend=backend)
+        self.channels = channels
+        self.channel_major = channel_major
+        self.value_sum: Tensor | None = None  # [B, H, Dv] fp64: the same sum, however the tokens came and went
+        self.key_channels: Tensor | None = None  # [B, H, D, C]
+
+    def refresh(self, store: RaggedStore, since: int) -> None:
+        values = dense_view(store, store.values)
+        sums = [values[row, :, :length].sum(1, dtype=torch.float64) for row, length in enumerate(store.length[:, 0].tolist())]
+        self.keep("value_sum", torch.stack(sums))
+        if self.channel_major:
+            self.keep("key_channels", dense_view(store, store.keys).transpose(-1, -2))
+
+    def appended(self, store: RaggedStore, key: Tensor, value: Tensor) -> None:
+        self.value_sum.add_(value)
+        if self.channel_major:
+            slot = (store.length.long() - 1).clamp(min=0)[..., None, None].expand(-1, -1, key.shape[-1], 1)
+            self.key_channels.scatter_(3, slot, key.to(self.key_channels.dtype).unsqueeze(-1))
+
+    def logits(self, query: Tensor, store: RaggedStore, call: AttentionCall) -> Tensor:
+        grouped = query.unflatten(1, (store.heads, -1))
+        size = grouped.abs().float()
+        channels = size.sum(2).topk(self.channels, dim=-1).indices.unsqueeze(2)  # [B, H, 1, r]
+        chosen = grouped.gather(3, channels.expand(-1, -1, grouped.shape[2], -1))
+        if self.channel_major:
+            index = channels.transpose(-1, -2).expand(-1, -1, -1, store.max_capacity)
+            keys = self.key_channels.gather(2, index).transpose(-1, -2)
+        else:
+            keys = dense_view(store, store.keys)
+            keys = keys.gather(3, channels.expand(-1, -1, store.max_capacity, -1))
+        # Published temperature: sqrt(d |q_I| / |q|), here relative to the model's own scale.
+        share = (chosen.abs().float().sum(-1) / size.sum(-1).clamp(min=1e-20)).clamp(min=1e-20)
+        return key_logits(chosen.flatten(1, 2), keys, call.scale) / share.sqrt().unsqueeze(-1)
+
+    def remember(self, logits: Tensor) -> tuple[Tensor, ...]:
+        return (masked_softmax(logits)[0],)
+
+    def finish(
+        self, out: Tensor, lse: Tensor | None, selection: Selection, store: RaggedStore, call: AttentionCall
+    ) -> Tensor:
+        weights = selection.extra[0]  # [B, H, G, C], approximate
+        index = selection.pages.long().unsqueeze(2)
+        read = weights.gather(3, index.clamp(min=0).expand(-1, -1, weights.shape[2], -1))
+        share = torch.where(index >= 0, read, 0).sum(-1, keepdim=True).flatten(1, 2)  # [B, Hq, 1]
+        mean = (self.value_sum / store.length.unsqueeze(-1)).float()
+        mean = mean.repeat_interleave(weights.shape[2], dim=1)
+        rest = (1 - share) * mean
+        if call.sinks is not None:
+            # A learned sink takes its part of everything; `lse` holds it beside what was read.
+            taken = torch.exp(call.sinks.float() - lse).unsqueeze(-1)  # of the denominator over what was read
+            rest = rest * (1 - taken) / (1 - taken + taken * share)
+            out = out / (1 - taken + taken * share)
+        return (share * out + rest).to(out.dtype)
+
+    def scored_channels(self, store: RaggedStore) -> int:
+        # Channels of a token-major key share memory sectors with the others: the whole key comes in.
+        return self.channels if self.channel_major else store.keys.shape[-1]

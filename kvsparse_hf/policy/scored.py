@@ -1,0 +1,112 @@
+"""Policies that judge every kept entry again at each decoded token, and give up the worst for the next one."""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from .base import Candidates, Policy
+
+
+@dataclass(frozen=True)
+class Entries:
+    """The entries of one layer, N per head in any order.
+
+    Attributes:
+        memory: what the policy remembers of each, `[B, H, N, …]` by name.
+        positions: `[B, H, N]` true positions; valid: `[B, H, N]` bool.
+        newest: `[B]` position of each row's newest token.
+        keys: `[B, H, N, D]`, for policies that say `reads_keys`.
+    """
+
+    memory: dict[str, Tensor]
+    positions: Tensor
+    valid: Tensor
+    newest: Tensor
+    keys: Tensor | None = None
+
+    @classmethod
+    def of(cls, candidates: Candidates) -> "Entries":
+        """All candidates of a multi-token forward, seen from its newest token."""
+        newest = candidates.positions[:, 0, -1]
+        return cls(candidates.memory, candidates.positions, candidates.valid, newest, candidates.keys)
+
+    @property
+    def age(self) -> Tensor:
+        """`[B, H, N]` queries that have seen each entry, its own included."""
+        return self.newest.view(-1, 1, 1) - self.positions + 1
+
+
+@dataclass(frozen=True)
+class ObservingPolicy(Policy):
+    """Remembers something of each entry and updates it at each decoded token.
+
+    Attributes:
+        reads_weights: `step` needs the attention weights of the decoded token.
+        reads_keys: `worth` needs the keys.
+    """
+
+    bounded: bool = True
+
+    reads_weights = True
+    reads_keys = False
+
+    def step(self, entries: Entries, weights: Tensor | None) -> dict[str, Tensor]:
+        """What to remember after a decoded token, in the names and shapes of `entries.memory`.
+
+        Args:
+            entries: with the decoded token among them; its memory is 0.
+            weights: `[B, Hq, N]` fp32 attention weights, 0 where invalid.
+        """
+        return entries.memory
+
+    def worth(self, entries: Entries) -> Tensor:
+        """`[B, H, N]` fp32, higher is better."""
+        raise NotImplementedError
+
+    def scores(self, candidates: Candidates) -> Tensor:
+        return self.worth(Entries.of(candidates))
+
+    def pinned(self, counts: Tensor, kept: Tensor) -> Tensor:
+        # No ring: the slot to overwrite is chosen at every step.
+        return torch.zeros_like(counts)
+
+
+@dataclass(frozen=True)
+class DroppingPolicy(ObservingPolicy):
+    """Lets a segment fill up, then drops a block of the worst entries at once."""
+
+    def dropped(self, limit: Tensor) -> Tensor:
+        """How many a full segment of `limit` `[B, H]` entries drops, at least 1."""
+        raise NotImplementedError
+
+
+def group_mean(weights: Tensor, heads: int) -> Tensor:
+    """`[B, Hq, N]` -> `[B, H, N]`: mean over the query heads that share a key/value head."""
+    return weights.unflatten(1, (heads, -1)).mean(2)
+
+
+def choose_victim(worth: Tensor, entries: Entries, capacity: Tensor, sinks: int, tails: Tensor | int) -> Tensor:
+    """The entry that the next token replaces: the worst that is not protected; among equals the newest one.
+
+    The next token counts among the `tails` newest, so only `tails - 1` of those held are protected. Where a segment is
+    too small for sinks and tail, the newest come first, as in `protected_mask`.
+
+    Args:
+        worth: `[B, H, N]` fp32.
+        capacity: `[B, H]` entries a segment holds when full.
+        sinks: first tokens to protect; tails: newest tokens to protect, a number or `[B, H]`.
+
+    Returns:
+        `[B, H]` int32 slots. Meaningless for a segment that is not full.
+    """
+    tail = torch.minimum(capacity.clamp(max=tails), (capacity - sinks).clamp(min=1)).unsqueeze(-1)
+    sink = (capacity.unsqueeze(-1) - tail).clamp(max=sinks)
+    newest = entries.newest.view(-1, 1, 1)
+    recent = entries.positions > newest - (tail - 1)
+    free = entries.valid & ~recent & (entries.positions >= sink)
+    limits = torch.finfo(torch.float32)
+    worth = worth.nan_to_num(nan=limits.min, posinf=limits.max, neginf=limits.min)
+    worth = torch.where(free, worth, float("inf"))
+    worst = free & (worth == worth.amin(-1, keepdim=True))
+    return torch.where(worst, entries.positions, -1).argmax(-1).to(torch.int32)

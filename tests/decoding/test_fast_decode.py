@@ -1,0 +1,138 @@
+"""`custom_generate=fast_decode` gives the tokens, scores and cache state of plain `generate()`, for every method."""
+
+import logging
+
+import pytest
+import torch
+from helpers import CACHE, left_pad, tokens
+from methods import MAIN, METHODS
+from tiny_models import FAMILIES
+from transformers import TextIteratorStreamer
+
+import kvsparse_hf
+from kvsparse_hf import FastDecode, OptionError, fast_decode
+
+EOS = [5, 9, 11, 23]
+
+SETTINGS = {
+    "greedy": {},
+    "greedy-min-new-tokens": dict(min_new_tokens=10),
+    "greedy-min-length": dict(min_length=40),
+    "sampling": dict(do_sample=True, temperature=1.3, top_k=30, top_p=0.9),
+    "sampling-min-p": dict(do_sample=True, min_p=0.02, typical_p=0.95),
+    "repetition-penalty": dict(repetition_penalty=1.4),
+    "suppress": dict(suppress_tokens=[7, 8, 30]),
+    "no-eos": dict(eos_token_id=None),
+}
+
+
+@pytest.fixture(scope="module")
+def model():
+    return FAMILIES["llama-gqa2"].build()
+
+
+def both(model, make, ids, mask, **kwargs):
+    """The outputs and caches of plain `generate()` and of `fast_decode`, from the same seed."""
+    results = []
+    for extra in ({}, {"custom_generate": fast_decode}):
+        torch.manual_seed(3)
+        cache = make()
+        settings = dict(max_new_tokens=40, eos_token_id=EOS, pad_token_id=0, return_dict_in_generate=True, output_scores=True)
+        out = model.generate(ids, attention_mask=mask, **{**settings, **kwargs}, **{CACHE: cache}, **extra)
+        results.append((out, cache))
+    return results
+
+
+def assert_same(results):
+    (plain, a), (fast, b) = results
+    assert torch.equal(plain.sequences, fast.sequences)
+    assert len(plain.scores) == len(fast.scores)
+    for x, y in zip(plain.scores, fast.scores, strict=True):
+        torch.testing.assert_close(x, y, atol=1e-5, rtol=1e-5)
+    assert int(a.get_seq_length()) == int(b.get_seq_length())
+    for mine, other in zip(a.sparse_layers, b.sparse_layers, strict=True):
+        assert torch.equal(mine.store.export()[2], other.store.export()[2])
+
+
+@pytest.mark.parametrize("setting", SETTINGS)
+@pytest.mark.parametrize("case", MAIN, ids=lambda case: case.id)
+def test_same_as_plain(model, case, setting):
+    ids, mask = left_pad([tokens(30), tokens(17, seed=2), tokens(29, seed=3)])
+    assert_same(both(model, lambda: case.make(model), ids, mask, **SETTINGS[setting]))
+
+
+@pytest.mark.parametrize("case", METHODS, ids=lambda case: case.id)
+def test_continues_a_conversation(model, case):
+    """The cache that comes back is the one plain `generate()` leaves: a second turn gives the same tokens."""
+    first, second = tokens(30), tokens(9, seed=5)
+    answers = []
+    for extra in ({}, {"custom_generate": fast_decode}):
+        cache = case.make(model)
+        said = model.generate(first, max_new_tokens=12, eos_token_id=EOS, pad_token_id=0, **{CACHE: cache}, **extra)
+        both_turns = torch.cat((said, second), dim=1)
+        answers.append(model.generate(both_turns, max_new_tokens=12, eos_token_id=EOS, pad_token_id=0, **{CACHE: cache}, **extra))
+    assert torch.equal(*answers)
+
+
+def test_growth_across_the_reserve(model):
+    ids = tokens(20)
+    assert_same(both(model, lambda: kvsparse_hf.FullCache(model, reserve=3), ids, torch.ones_like(ids), eos_token_id=None))
+
+
+def test_streamer(model):
+    class Tokenizer:
+        def decode(self, ids, **kwargs):
+            return "".join(f"{int(i)} " for i in ids)
+
+    texts = []
+    for extra in ({}, {"custom_generate": fast_decode}):
+        streamer = TextIteratorStreamer(Tokenizer(), timeout=5)
+        cache = kvsparse_hf.FullCache(model)
+        model.generate(tokens(10), max_new_tokens=9, eos_token_id=EOS, pad_token_id=0, streamer=streamer, **{CACHE: cache}, **extra)
+        texts.append("".join(streamer))
+    assert texts[0] == texts[1] and texts[0]
+
+
+REFUSED = {
+    "beams": dict(num_beams=2),
+    "prompt lookup": dict(prompt_lookup_num_tokens=3),
+    "host-side processor": dict(no_repeat_ngram_size=2),
+    "host-side criterion": dict(max_time=100.0),
+    "hidden states": dict(output_hidden_states=True, return_dict_in_generate=True),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_it_does_not_take_goes_to_the_plain_loop(model, name, caplog):
+    ids = tokens(20)
+    kwargs = {**REFUSED[name], "max_new_tokens": 8, "pad_token_id": 0, "return_dict_in_generate": True}
+    plain = model.generate(ids, **kwargs, **{CACHE: kvsparse_hf.FullCache(model)})
+    logger = logging.getLogger("transformers")
+    logger.addHandler(caplog.handler)
+    kvsparse_hf.decoding.fast.logger.warning_once.cache_clear()
+    try:
+        fast = model.generate(ids, **kwargs, **{CACHE: kvsparse_hf.FullCache(model)}, custom_generate=fast_decode)
+    finally:
+        logger.removeHandler(caplog.handler)
+    assert torch.equal(plain.sequences, fast.sequences)
+    assert sum("using Transformers' own decoding loop" in record.message for record in caplog.records) == 1
+
+
+def test_assistant_model_goes_to_the_plain_loop(model):
+    ids, helper = tokens(20), FAMILIES["llama-gqa2"].build(seed=4)
+    runs = [
+        model.generate(ids, max_new_tokens=8, assistant_model=helper, **{CACHE: kvsparse_hf.FullCache(model)}, **extra)
+        for extra in ({}, {"custom_generate": fast_decode})
+    ]
+    assert torch.equal(*runs)
+
+
+def test_other_caches_go_to_the_plain_loop(model):
+    ids = tokens(20)
+    assert torch.equal(model.generate(ids, max_new_tokens=8), model.generate(ids, max_new_tokens=8, custom_generate=fast_decode))
+
+
+@pytest.mark.parametrize("wrong", [dict(compile="fast"), dict(lag=-1)])
+def test_wrong_options(wrong):
+    with pytest.raises(OptionError):
+        FastDecode(**wrong)

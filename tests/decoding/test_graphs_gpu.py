@@ -1,0 +1,76 @@
+"""CUDA graphs: `generate()` compiles and replays by itself, `fast_decode` captures; both give the eager tokens."""
+
+import pytest
+import torch
+from helpers import CACHE, left_pad, tokens
+from methods import METHODS
+from tiny_models import FAMILIES
+
+import kvsparse_hf
+from kvsparse_hf import FastDecode
+
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")]
+
+LIKE = dict(do_sample=False, pad_token_id=0, eos_token_id=None)
+
+
+@pytest.fixture(scope="module")
+def model():
+    # head_dim 64: the kernels run, not their reference
+    return FAMILIES["llama-gqa2"].build(dtype=torch.bfloat16, hidden_size=256, head_dim=64).cuda()
+
+
+def prompts():
+    ids, mask = left_pad([tokens(300), tokens(211, seed=2)])
+    return ids.cuda(), mask.cuda()
+
+
+@pytest.mark.parametrize("case", METHODS, ids=lambda case: case.id)
+def test_generate_compiles_once(model, case):
+    """500 steps and a second run after `reset()`: one graph, no skipped CUDA graph, the tokens of the eager run."""
+    from torch._dynamo.utils import counters
+
+    ids, mask = prompts()
+    budget = 128
+    eager = model.generate(ids, attention_mask=mask, max_new_tokens=60, disable_compile=True, **LIKE, **{CACHE: case.make(model, budget)})
+    torch._dynamo.reset()
+    counters.clear()
+    cache = case.make(model, budget, reserve=600)
+    if not cache.is_compileable:
+        pytest.skip("this method declares that it thinks on the host")
+    first = model.generate(ids, attention_mask=mask, max_new_tokens=500, **LIKE, **{CACHE: cache})
+    graphs = counters["stats"]["unique_graphs"]
+    cache.reset()
+    second = model.generate(ids, attention_mask=mask, max_new_tokens=500, **LIKE, **{CACHE: cache})
+    assert counters["stats"]["unique_graphs"] == graphs == 1
+    assert not counters["graph_break"]
+    assert counters["inductor"]["cudagraph_skips"] == 0
+    assert torch.equal(first, second)
+    agreement = (first[:, : eager.shape[1]] == eager).float().mean()
+    assert agreement > 0.9  # Inductor fuses in another order than eager bf16
+
+
+@pytest.mark.parametrize("compile_mode", ["none", "default"])
+@pytest.mark.parametrize("case", METHODS, ids=lambda case: case.id)
+def test_fast_decode_on_the_gpu(model, case, compile_mode):
+    ids, mask = prompts()
+    runs = []
+    for extra in ({"disable_compile": True}, {"custom_generate": FastDecode(compile=compile_mode), "disable_compile": True}):
+        torch.manual_seed(0)
+        cache = case.make(model, 128, reserve=40)
+        runs.append(model.generate(ids, attention_mask=mask, max_new_tokens=200, **LIKE, **{CACHE: cache}, **extra))
+    if compile_mode == "none":
+        assert torch.equal(*runs)  # the same kernels, replayed
+    else:
+        assert (runs[0][:, :320] == runs[1][:, :320]).float().mean() > 0.9
+
+
+def test_fast_decode_samples_like_generate(model):
+    ids, mask = prompts()
+    runs = []
+    for extra in ({}, {"custom_generate": kvsparse_hf.fast_decode}):
+        torch.manual_seed(7)
+        settings = dict(do_sample=True, top_p=0.9, temperature=1.2, pad_token_id=0, eos_token_id=[5, 9], disable_compile=True)
+        cache = kvsparse_hf.SnapKVCache(model, budget=128)
+        runs.append(model.generate(ids, attention_mask=mask, max_new_tokens=80, **settings, **{CACHE: cache}, **extra))
+    assert torch.equal(*runs)
