@@ -8,9 +8,10 @@ that it is the selection that must find the facts; a dense forward would find th
 """
 
 import argparse
+import json
 import random
 import re
-from collections import defaultdict
+from collections import Counter, defaultdict
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -25,8 +26,9 @@ from kvsparse_hf.hf.compat import CACHE_ARGUMENT
 from kvsparse_hf.layers.evicting import EvictingLayer
 from kvsparse_hf.policy.base import Policy
 
-NAMES = "Anna Boris Clara David Emma Felix Greta Hector Irene Jonas Karla Louis Marta Niels Olga Peter".split()
+NAMES = "Adam Alice Anna Brian Carol David Emma Frank George Helen Jack James Jane John Kate Laura Lucy Mark Mary Paul Peter".split()
 ENTRIES = 6  # phone numbers in a text
+ASKED = 4  # of which so many are asked for, each in a row of one batch
 _ZONES = dict(sinks=4, recent=64)
 
 
@@ -55,13 +57,14 @@ class Fact:
     digits: str
 
 
-def make_facts(rng: random.Random) -> list[Fact]:
-    """A passkey and some phone numbers."""
+def make_facts(tokenizer, rng: random.Random) -> list[Fact]:
+    """A passkey and some phone numbers, whose questions and answers have the same number of tokens."""
     key = str(rng.randrange(10000, 100000))
-    facts = [
-        Fact("passkey", f"The pass key is {key}. Remember it: {key} is the pass key.", "What is the pass key?", "The pass key is", key)
-    ]
-    for name in rng.sample(NAMES, ENTRIES):
+    about = "The pass key is"
+    facts = [Fact("passkey", f"{about} {key}. Remember it: {key} is the pass key.", "What is the pass key?", about, key)]
+    width = {name: len(tokenizer(f" {name}", add_special_tokens=False).input_ids) for name in NAMES}
+    usual = Counter(width.values()).most_common(1)[0][0]
+    for name in rng.sample([name for name in NAMES if width[name] == usual], ENTRIES):
         number = str(rng.randrange(1000, 10000))
         about = f"The phone number of {name} is"
         facts.append(Fact("phone", f"{about} {number}.", f"What is the phone number of {name}?", about, number))
@@ -101,20 +104,17 @@ class RecordingCache(kv.FullCache):
     def make_layer(self, layer_idx: int) -> RecordingLayer:
         return RecordingLayer(layer_idx, self.session, Policy(), 64)
 
-    def forget_turn(self, tokens: int) -> None:
-        self.crop(-tokens)
-        for layer in self.sparse_layers:
-            layer.given.pop()
-
-    def replay(self, cache, until: int | None = None, only: range | None = None):
-        """Gives an empty cache what this one was given (its first `until` tokens, in `only` these layers)."""
+    def replay(self, cache, until: int | None = None, only: range | None = None, rows: int = 1):
+        """Gives an empty cache what this one was given: the first `until` tokens, in `only` these layers, in so many rows."""
         for index in only or range(len(self.sparse_layers)):
             mine, layer = self.sparse_layers[index], cache.sparse_layers[index]
-            query, key, value = (torch.cat(parts, dim=2)[:, :, :until] for parts in zip(*mine.given, strict=True))
+            parts = [torch.cat(part, dim=2)[:, :, :until] for part in zip(*mine.given, strict=True)]
+            query, key, value = (part.expand(len(part) * rows, -1, -1, -1) for part in parts)
             cache.session.begin(layer.layer_idx, key, has_mask=False)
             layer.device = key.device
-            positions = torch.arange(key.shape[2]).expand(*key.shape[:2], -1)
-            layer.absorb_prompt(query, key, value, positions, torch.zeros(key.shape[:2], dtype=torch.int64), mine.call)
+            positions = torch.arange(key.shape[2], device=key.device).expand(*key.shape[:2], -1)
+            pad = torch.zeros(key.shape[:2], dtype=torch.int64, device=key.device)
+            layer.absorb_prompt(query, key, value, positions, pad, mine.call)
             layer.is_initialized = True
         return cache
 
@@ -122,11 +122,11 @@ class RecordingCache(kv.FullCache):
 class Chat:
     """A conversation's text, cut where the tests need it."""
 
-    def __init__(self, tokenizer):
-        self.tokenizer = tokenizer
+    def __init__(self, tokenizer, device: torch.device):
+        self.tokenizer, self.device = tokenizer, device
 
     def ids(self, text: str) -> torch.Tensor:
-        return self.tokenizer(text, add_special_tokens=False, return_tensors="pt").input_ids
+        return self.tokenizer(text, add_special_tokens=False, return_tensors="pt").input_ids.to(self.device)
 
     def first(self, text: str, question: str) -> tuple[torch.Tensor, torch.Tensor]:
         """The text, and the question with everything up to where the answer begins."""
@@ -146,61 +146,68 @@ class Chat:
 
 
 def feed(model, cache, ids: torch.Tensor) -> torch.Tensor:
-    """One forward; the last logits."""
-    return model(input_ids=ids, **{CACHE_ARGUMENT: cache}).logits[0, -1]
+    """One forward; the last logits `[B, vocab]`."""
+    return model(input_ids=ids, logits_to_keep=1, **{CACHE_ARGUMENT: cache}).logits[:, -1]
 
 
-def answer(model, chat: Chat, cache, fact: Fact) -> bool:
-    """Decodes the answer token by token and leaves the right one in the cache; whether it was found."""
-    *begin, last = chat.ids(fact.begin)[0]
-    for token in begin:
-        model.base_model(input_ids=token.view(1, 1), **{CACHE_ARGUMENT: cache})
-    logits = feed(model, cache, last.view(1, 1))
-    right, found = chat.ids(f" {fact.digits}")[0], []
-    for token in right:
-        found.append(int(logits.argmax()))
-        logits = feed(model, cache, token.view(1, 1))  # the right one, so that the next question finds the same text
-    return re.sub(r"\D", "", chat.tokenizer.decode(found)) == fact.digits
+def answers(model, chat: Chat, cache, facts: list[Fact]) -> list[bool]:
+    """Decodes an answer in each row, token by token, and leaves the right one in the cache; whether it was found."""
+    begin = torch.cat([chat.ids(fact.begin) for fact in facts])
+    right = torch.cat([chat.ids(f" {fact.digits}") for fact in facts])
+    for at in range(begin.shape[1]):
+        logits = feed(model, cache, begin[:, at : at + 1])
+    found = []
+    for at in range(right.shape[1]):
+        found.append(logits.argmax(-1))
+        logits = feed(model, cache, right[:, at : at + 1])  # the right one: the next question finds the same text everywhere
+    texts = [chat.tokenizer.decode(row) for row in torch.stack(found, dim=1)]
+    return [re.sub(r"\D", "", text) == fact.digits for text, fact in zip(texts, facts, strict=True)]
 
 
-def ask_all(model, chat: Chat, caches: dict, text: str, pairs: list, scores: dict[tuple[str, str], list[bool]]) -> None:
-    """Asks pairs of questions about one text; the second question comes in a later turn of the same cache.
+def ask(model, chat: Chat, caches: dict, context: RecordingCache, text: str, first: list[Fact], second: list[Fact], scores: dict):
+    """Asks for the `first` facts, each in a row of its own, then for the `second` ones in a later turn of the same cache.
 
     Appends to `scores`, by method and metric, whether an answer was right.
     """
-    recording = RecordingCache(model)
-    context, _ = chat.first(text, pairs[0][0].question)
-    model.base_model(input_ids=context, **{CACHE_ARGUMENT: recording})
-    for first, second in pairs:
-        question = chat.first(text, first.question)[1]
-        model.base_model(input_ids=question, **{CACHE_ARGUMENT: recording})
-        for name, make in caches.items():
-            cache = recording.replay(make(model))
-            cache.session.decoding = True  # the question ended the prompt
-            scores[name, f"{first.kind}_first"].append(answer(model, chat, cache, first))
-            feed(model, cache, chat.next(first, second.question))
-            scores[name, f"{second.kind}_second"].append(answer(model, chat, cache, second))
-        recording.forget_turn(question.shape[1])
+    asked = context.replay(RecordingCache(model), rows=len(first))
+    question = torch.cat([chat.first(text, fact.question)[1] for fact in first])
+    feed(model, asked, question)
+    for name, make in caches.items():
+        cache = asked.replay(make(model))
+        cache.session.decoding = True  # the question ended the prompt
+        scores[name, f"{first[0].kind}_first"] += answers(model, chat, cache, first)
+        if second:
+            turn = torch.cat([chat.next(old, new.question) for old, new in zip(first, second, strict=True)])
+            feed(model, cache, turn)
+            scores[name, f"{second[0].kind}_second"] += answers(model, chat, cache, second)
 
 
 def measure_answers(model, tokenizer, book: list[str], lengths: list[int], contexts: list[int], budget: int, results: Results) -> None:
     """Rows `<passkey|phone>_<first|second>` by method and length."""
-    chat, caches = Chat(tokenizer), methods(budget)
+    chat, caches = Chat(tokenizer, model.device), methods(budget)
     for length, count in zip(lengths, contexts, strict=True):
         scores = defaultdict(list)
         for index in range(count):
             rng = random.Random(f"{length}/{index}")
-            facts = make_facts(rng)
+            facts = make_facts(tokenizer, rng)
             text = make_text(tokenizer, book, length, facts, rng)
-            key, *phones = facts
-            pairs = [(phones[0], phones[1]), (key, phones[2])]
-            ask_all(model, chat, caches, text, pairs, scores)
+            context = RecordingCache(model)
+            feed(model, context, chat.first(text, facts[0].question)[0])
+            phones = facts[1 : 1 + ASKED]
+            ask(model, chat, caches, context, text, phones, phones[1:] + phones[:1], scores)
+            ask(model, chat, caches, context, text, facts[:1], [], scores)
             print(f"{length} tokens, text {index + 1} of {count}", flush=True)
         for (name, metric), found in sorted(scores.items()):
             share = sum(found) / len(found)
             shape = {"model": model.config._name_or_path.split("/")[-1], "batch": 1, "context": length, "budget": budget}
             error = (share * (1 - share) / len(found)) ** 0.5
             results.add(name, metric, round(share, 4), "share", shape, len(found), round(error, 4))
+
+
+def newest(path: Path) -> list[dict]:
+    """The rows of a results file; of rows that measure the same the last one."""
+    rows = [json.loads(line) for line in path.read_text().splitlines()]
+    return list({(row["case"], row["metric"], json.dumps(row["shape"])): row for row in rows}.values())
 
 
 def draw_answers(rows: list[dict], path: Path) -> None:
@@ -225,31 +232,32 @@ def main() -> None:
     parser.add_argument("model", nargs="?", help="folder or Hub name of a chat model (default: the demo's)")
     parser.add_argument("--text", type=Path, required=True, help="a long text in paragraphs, to hide facts in")
     parser.add_argument("--lengths", type=int, nargs="+", default=[1500, 3000, 6000])
-    parser.add_argument("--contexts", type=int, nargs="+", default=[6, 4, 3], help="texts of each length")
+    parser.add_argument("--contexts", type=int, nargs="+", default=[8, 6, 4], help="texts of each length")
     parser.add_argument("--budget", type=int, default=256)
     parser.add_argument("--output", type=Path, default=Path(__file__).parent / "results")
     parser.add_argument("--only", choices=["answers", "recall"])
+    parser.add_argument("--backends", nargs="+", help="measure recall of these alone")
+    parser.add_argument("--device", default="cpu")
     parser.add_argument("--threads", type=int, default=1)
     arguments = parser.parse_args()
     torch.set_num_threads(arguments.threads)
     path = arguments.model or str(find_model(print))
     tokenizer = AutoTokenizer.from_pretrained(path)
-    model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).eval()
+    model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).to(arguments.device).eval()
     book = [" ".join(part.split()) for part in arguments.text.read_text(encoding="utf-8").split("\n\n") if part.strip()]
     results = Results(arguments.output, "selection")
     with torch.no_grad():
         if arguments.only != "answers":
             rng = random.Random("recall")
-            facts = make_facts(rng)
+            facts = make_facts(tokenizer, rng)
             text = make_text(tokenizer, book, max(arguments.lengths), facts, rng)
-            recording, chat = RecordingCache(model), Chat(tokenizer)
-            model.base_model(input_ids=torch.cat(chat.first(text, facts[1].question), dim=1), **{CACHE_ARGUMENT: recording})
-            rows = measure_recall(model, recording, results)
-            draw_recall(rows, arguments.output / "selection_recall.png")
+            recording, chat = RecordingCache(model), Chat(tokenizer, model.device)
+            feed(model, recording, torch.cat(chat.first(text, facts[1].question), dim=1))
+            measure_recall(model, recording, results, arguments.backends)
+            draw_recall(newest(results.path), arguments.output / "selection_recall.png")
         if arguments.only != "recall":
-            first = len(results.rows)
             measure_answers(model, tokenizer, book, arguments.lengths, arguments.contexts, arguments.budget, results)
-            draw_answers(results.rows[first:], arguments.output / "selection_answers.png")
+            draw_answers(newest(results.path), arguments.output / "selection_answers.png")
 
 
 if __name__ == "__main__":

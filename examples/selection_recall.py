@@ -43,7 +43,7 @@ def backends(budget: int) -> dict:
 def read_mask(layer, pages: Tensor, heads: int) -> Tensor:
     """`[B, heads, C]`: which slots the pages cover."""
     size = layer.selector.page_size
-    mask = torch.zeros(*pages.shape[:2], layer.store.max_capacity // size + 1, dtype=torch.bool)
+    mask = torch.zeros(*pages.shape[:2], layer.store.max_capacity // size + 1, dtype=torch.bool, device=pages.device)
     mask.scatter_(-1, torch.where(pages >= 0, pages, mask.shape[-1] - 1).long(), True)
     return per_query_head(mask[..., :-1].repeat_interleave(size, dim=-1), heads)
 
@@ -51,7 +51,7 @@ def read_mask(layer, pages: Tensor, heads: int) -> Tensor:
 def judge(layer, queries: Tensor, call) -> tuple[float, float, float]:
     """Recall at `TOP`, share of the attention, and slots read, in the mean over queries and heads. `queries` `[B, Hq, T, D]`."""
     selector, store = layer.selector, layer.store
-    slot, length = torch.arange(store.max_capacity), int(store.length.max())
+    slot, length = torch.arange(store.max_capacity, device=store.keys.device), int(store.length.max())
     between = (slot >= ZONES["sinks"]) & (slot < length - ZONES["recent"])
     recall, mass, read = [], [], []
     for at in range(queries.shape[2]):
@@ -81,14 +81,13 @@ def output_error(layer, queries: Tensor, call) -> float:
     return float(torch.stack(errors).mean())
 
 
-def measure_recall(model, recording, results: Results) -> list[dict]:
+def measure_recall(model, recording, results: Results, only: list[str] | None = None) -> None:
     """Rows `recall@100`, `attention_read` and `read_tokens` by backend and budget, and `output_error` of the estimate."""
     context = recording.get_seq_length()
     cut = int(context) - QUERIES
     name = model.config._name_or_path.split("/")[-1]
     layers = range(0, len(recording.sparse_layers), EVERY)
     asked = {i: torch.cat([q for q, _, _ in recording.sparse_layers[i].given], dim=2)[:, :, cut:] for i in layers}
-    first = len(results.rows)
     samples = len(asked) * QUERIES * next(iter(asked.values())).shape[1]
     shape = {"model": name, "batch": 1, "context": cut, "layers": len(asked), "queries": QUERIES}
 
@@ -96,6 +95,8 @@ def measure_recall(model, recording, results: Results) -> list[dict]:
         results.add(case, metric, round(sum(values) / len(values), 4), unit, {**shape, "budget": budget}, samples)
 
     for backend, make in backends(BUDGETS[-1]).items():
+        if only and backend not in only:
+            continue
         cache = recording.replay(make(model), cut, layers)
         for budget in BUDGETS:
             judged = [judge(_at(cache, i, budget), asked[i], recording.sparse_layers[i].call) for i in layers]
@@ -105,11 +106,12 @@ def measure_recall(model, recording, results: Results) -> list[dict]:
             add(backend, "read_tokens", read, "tokens", budget)
             print(f"{backend} at {budget}: recall {sum(recall) / len(recall):.3f}", flush=True)
     for case, options in ESTIMATES.items():
+        if only and case not in only:
+            continue
         cache = recording.replay(kv.RetrievalAttentionCache(model, budget=BUDGETS[-1], **options, **ZONES), cut, layers)
         for budget in BUDGETS:
             errors = [output_error(_at(cache, i, budget), asked[i], recording.sparse_layers[i].call) for i in layers]
             add(case, "output_error", errors, "relative", budget)
-    return results.rows[first:]
 
 
 def _at(cache, index: int, budget: int):
@@ -125,7 +127,7 @@ def draw_recall(rows: list[dict], path: Path) -> None:
 
     figure, panels = plt.subplots(1, 3, figsize=(15, 4.5))
     value = {(r["case"], r["metric"], r["shape"]["budget"]): r["value"] for r in rows}
-    budgets = sorted({r["shape"]["budget"] for r in rows})
+    budgets = sorted({r["shape"]["budget"] for r in rows if r["metric"] == "output_error"})
     for panel, metric in zip(panels, (f"recall@{TOP}", "attention_read"), strict=False):
         for case in dict.fromkeys(r["case"] for r in rows if r["metric"] == metric):
             read = [value[case, "read_tokens", b] for b in budgets]
@@ -138,7 +140,7 @@ def draw_recall(rows: list[dict], path: Path) -> None:
         panels[2].plot(budgets, [value[case, "output_error", b] for b in budgets], style, marker="o", label=case)
     panels[2].set(xlabel="budget", ylabel="relative error of the attention output", xscale="log")
     panels[2].legend(fontsize=8)
-    shape = rows[0]["shape"]
+    shape = next(r["shape"] for r in rows if r["metric"] == "output_error")
     figure.suptitle(f"{shape['model']}, {shape['context']} tokens, {shape['queries']} real queries, {shape['layers']} layers")
     figure.tight_layout()
     figure.savefig(path, dpi=120)

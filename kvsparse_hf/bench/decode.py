@@ -205,6 +205,7 @@ def plot(rows: list[dict], path: Path) -> None:
     drawn = axes.barh(labels, [row["value"] for row in bars], color=ours)
     axes.bar_label(drawn, fmt=" %.2f")
     axes.set(xlabel="ms per token", xscale="log", title=f"{bars[0]['shape']['model']} on {bars[0]['gpu']}")
+    axes.set_xlim(right=1.6 * max(row["value"] for row in bars))  # room for the last label
     axes.invert_yaxis()
     figure.savefig(path, dpi=130)
     pyplot.close(figure)

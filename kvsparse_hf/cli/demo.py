@@ -73,7 +73,7 @@ def _held(report: CacheReport) -> int:
 def _show(console: Console, outcomes: list[Outcome], setting: str) -> None:
     trials = len(outcomes[0].answers)
     seen = outcomes[0].mean(lambda report: report.seen[0])
-    table = Table(title=f"A passkey in {seen:,.0f} tokens\n{setting}", caption_justify="left")
+    table = Table(title=f"A passkey in {seen:,.0f} tokens\n{setting}")
     table.add_column("cache")
     for header in ("kept", "held", "of dense", "reserve", "found", "tokens/s"):
         table.add_column(header, justify="right")
@@ -89,7 +89,7 @@ def _show(console: Console, outcomes: list[Outcome], setting: str) -> None:
         )
     console.print(table)
     console.print(
-        "kept: tokens per KV head after the prompt; held: bytes of their keys, values and positions; reserve: bytes\n"
+        "kept: tokens per KV head after the prompt; held: bytes of their keys, values and positions; reserve: bytes "
         "allocated ahead for decoded tokens, not in held; tokens/s: decode alone.",
         style="dim",
     )

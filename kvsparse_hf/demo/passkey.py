@@ -2,15 +2,19 @@
 
 import importlib.resources
 import random
+import re
 from dataclasses import dataclass
 
 from transformers import PreTrainedTokenizerBase
 
 TEXT_TOKENS = 1450
-ANSWER_BEGINS = "The secret passkey is"
+ANSWER_BEGINS = 'The secret passkey is "'
 
-_INTRODUCTION = "A secret passkey is hidden in the text below. Find it and memorise it; I will ask you about it."
-_NEEDLE = "Here is the secret passkey: {passkey}. Remember that the secret passkey is {passkey}."
+_INTRODUCTION = (
+    "There is an important piece of information hidden in a lot of text. "
+    "Find it and memorise it; I will ask you about it."
+)
+_NEEDLE = 'The secret passkey is "{passkey}". Remember it: the secret passkey is "{passkey}".'
 _QUESTION = "What is the secret passkey?"
 _FIRST = "amber copper crimson frozen gentle golden hidden hollow ivory jolly lucky marble narrow olive purple quiet rusty scarlet silver tiny"
 _SECOND = "anchor basket candle dragon engine falcon feather garden hammer island jacket kettle ladder lantern mirror needle pepper rabbit"
@@ -31,8 +35,8 @@ class Trial:
     prompt: str
 
     def is_found(self, answer: str) -> bool:
-        """Whether the first words of an answer are the passkey."""
-        return answer.strip(" \"'*:\n").lower().startswith(self.passkey)
+        """Whether an answer, as it goes on after `ANSWER_BEGINS`, starts with the passkey."""
+        return re.findall(r"\w+", answer.lower())[:2] == self.passkey.split()
 
 
 def make_trials(tokenizer: PreTrainedTokenizerBase, depths: int, seed: int) -> list[Trial]:

@@ -27,6 +27,7 @@ __all__ = [
     "layer_template",
     "plain_decoding",
     "register_attention",
+    "reset_layer",
     "text_config",
 ]
 
@@ -55,6 +56,15 @@ def is_full_attention_layer(layer: CacheLayerMixin) -> bool:
 def is_sliding_layer(layer: CacheLayerMixin) -> bool:
     """True for Transformers' plain sliding-window (or chunked-attention) layer."""
     return type(layer) is DynamicSlidingWindowLayer
+
+
+def reset_layer(layer: CacheLayerMixin) -> None:
+    """Empties a cache layer of Transformers' own. Before 5.18 its sliding-window layer only zeroed its tensors."""
+    layer.reset()
+    if is_sliding_layer(layer) and layer.is_initialized:
+        layer.keys = layer.values = None
+        layer.is_initialized = False
+        layer.cumulative_length = 0
 
 
 def can_crop_sliding(layer: DynamicSlidingWindowLayer) -> bool:

@@ -1,5 +1,6 @@
 """A layer that keeps everything, can watch its tokens being replayed, and then drops those that are told to go."""
 
+import warnings
 from dataclasses import dataclass
 
 import torch
@@ -28,9 +29,11 @@ class Replay:
 
 
 class ReplayingLayer(EvictingLayer):
-    """Attributes:
-    replay: set while tokens are replayed: they are attended to and judged by, but not taken.
-    needed: `[B, H, N]` by position, what the replays found.
+    """A dense layer until `keep` is called; what comes later is added.
+
+    Attributes:
+        replay: set while tokens are replayed: they are attended to and judged by, but not taken.
+        needed: `[B, H, N]` by position, what the replays found.
     """
 
     replay: Replay | None = None
@@ -69,6 +72,22 @@ class ReplayingLayer(EvictingLayer):
         self._rebuild(candidates, index, counts.cpu())
         self.needed = None
 
+    def _sizes(self, kept: Tensor) -> tuple[Tensor, Tensor]:
+        if not self.is_compressed:
+            return super()._sizes(kept)
+        wanted = (kept + self.reserve).clamp(min=1)  # every segment by its own length
+        return wanted, wanted
+
+    @property
+    def is_compressed(self) -> bool:
+        return self._settled is not None
+
     def reset(self) -> None:
+        if self.is_compressed and self is self.session.first_sparse:
+            warnings.warn(
+                "the compressed prompt is forgotten: the whole sequence was sent again. Pass at least one token after it, or reset() "
+                "the cache first.",
+                stacklevel=2,
+            )
         super().reset()
         self.needed = self.replay = None

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from .. import ops
 from ..policy.base import Candidates
-from ..policy.scored import Entries, ObservingPolicy, choose_victim
+from ..policy.scored import Entries, FollowingPolicy, ObservingPolicy, choose_victim
 from .base import AttentionCall
 from .evicting import EvictingLayer
 from .session import Clock
@@ -22,9 +22,8 @@ class ObservingLayer(EvictingLayer):
     policy: ObservingPolicy
 
     def decode(self, query: Tensor, key: Tensor, value: Tensor, clock: Clock, call: AttentionCall) -> Tensor:
-        store, policy = self.store, self.policy
+        store, wanted = self.store, self.policy.reads_weights
         # A full segment gives up the slot that `cursor` names.
-        slot = torch.where(store.length < store.capacity, store.length, store.pinned + store.cursor)
         ops.store_token(
             store.keys,
             store.values,
@@ -49,32 +48,32 @@ class ObservingLayer(EvictingLayer):
             scale=call.scale,
             softcap=call.softcap,
             sinks=call.sinks,
-            return_lse=policy.reads_weights,
-            return_logits=policy.reads_weights,
+            return_lse=wanted,
+            return_logits=wanted,
             backend=self.backend,
         )
-        weights = torch.exp(logits.detach() - lse.detach().unsqueeze(-1)) if policy.reads_weights else None
-        self.follow(clock, slot, weights)
+        self.follow(clock, logits.detach() if wanted else None, lse.detach() if wanted else None)
         return out
 
-    def follow(self, clock: Clock, slot: Tensor, weights: Tensor | None) -> Entries:
-        """After a decoded token was stored in `slot` `[B, H]`: updates the memory."""
-        entries = self._entries(clock.newest, slot)
+    def follow(self, clock: Clock, logits: Tensor | None, lse: Tensor | None) -> Entries:
+        """After a decoded token was stored: updates the memory. `logits` `[B, Hq, C]` and `lse` `[B, Hq]` are its attention."""
+        entries = self._entries(clock.newest, forget_newest=True)
+        weights = None if logits is None else torch.exp(logits - lse.unsqueeze(-1))
         memory = self.policy.step(entries, weights)
         for name, facts in memory.items():
             self.store.put(name, facts, entries.valid)
         return replace(entries, memory=memory)
 
-    def _entries(self, newest: Tensor, new_slot: Tensor | None = None) -> Entries:
-        """All slots of the store; what was remembered of the token before the one in `new_slot` is forgotten."""
+    def _entries(self, newest: Tensor, forget_newest: bool = False) -> Entries:
+        """All slots of the store. The newest token's slot may still hold what was remembered of the one it replaced."""
         store = self.store
         rows, valid = store.slots()
+        positions = store.positions[rows]
         memory = {name: held[rows] for name, held in store.extra.items()}
-        if new_slot is not None:
-            is_new = torch.arange(store.max_capacity, device=rows.device) == new_slot.unsqueeze(-1)
-            memory = {name: torch.where(is_new.view(*is_new.shape, *[1] * (m.dim() - 3)), 0, m) for name, m in memory.items()}
-        keys = store.keys[rows] if self.policy.reads_keys else None
-        return Entries(memory, store.positions[rows], valid, newest, keys)
+        if forget_newest:
+            old = positions != newest.view(-1, 1, 1)
+            memory = {name: held * old.view(*old.shape, *[1] * (held.dim() - 3)) for name, held in memory.items()}
+        return Entries(memory, positions, valid, newest, store.keys[rows] if self.policy.reads_keys else None)
 
 
 class ScoredLayer(ObservingLayer):
@@ -88,8 +87,8 @@ class ScoredLayer(ObservingLayer):
         super()._rebuild(candidates, index, limit)
         self._name_victim(self._entries(candidates.positions[:, 0, -1]))
 
-    def follow(self, clock: Clock, slot: Tensor, weights: Tensor | None) -> Entries:
-        entries = super().follow(clock, slot, weights)
+    def follow(self, clock: Clock, logits: Tensor | None, lse: Tensor | None) -> Entries:
+        entries = super().follow(clock, logits, lse)
         self._name_victim(entries)
         return entries
 
@@ -98,3 +97,27 @@ class ScoredLayer(ObservingLayer):
         worth = policy.worth(entries)
         victim = choose_victim(worth, entries, store.capacity, policy.sinks, policy.tails(store.capacity))
         store.cursor.copy_(victim)
+
+
+class FollowingLayer(ScoredLayer):
+    """A `ScoredLayer` whose scores come from attention alone: one kernel updates them and names the victim."""
+
+    policy: FollowingPolicy
+
+    def follow(self, clock: Clock, logits: Tensor, lse: Tensor) -> None:
+        store, policy = self.store, self.policy
+        ops.follow_token(
+            store.extra[policy.remembers],
+            store.cursor,
+            store.positions,
+            logits,
+            lse,
+            store.start,
+            store.length,
+            store.capacity,
+            clock.newest,
+            **policy.rule,
+            sinks=policy.sinks,
+            recent=-1 if policy.recent is None else policy.recent,
+            backend=self.backend,
+        )

@@ -81,6 +81,7 @@ class Session:
         self.decoding = self.padding_open = self.record_past = self.restart_pending = False
         self.unclaimed: int | None = None
         self._announced_pad: Tensor | None = None
+        self._origin = 0  # position of the first token, where the caller counts from another number than 0
 
     # --- before the forward: the mask function ---------------------------------------------------------------------
 
@@ -138,6 +139,8 @@ class Session:
         """
         if self.batch is None or position_ids is None or position_ids.dim() != 2:
             self._start_over_if(self.restart_pending)
+            if self.batch is None and position_ids is not None and position_ids.dim() == 2:
+                self._origin = int(position_ids[:, -1].max()) + 1 - tokens
             return
         first = position_ids[:, 0].cpu()
         seen = self.seen()
@@ -148,8 +151,14 @@ class Session:
             raise _already_seen(seen, int(first.min()))
         if self.restart_pending or (again and tokens > 1 and bool((expected > 0).all())):
             self._start_over_if(True)
+            self._origin = 0
         elif bool(((first < expected) & (self.pad < seen)).any()):
             raise _already_seen(seen, int(first.min()))
+        elif int(first.max()) > seen + max(self._origin, 0):
+            raise UnsupportedOperationError(
+                f"positions jump from {seen + max(self._origin, 0)} to {int(first.max())}: this cache numbers tokens in the order "
+                "in which it sees them."
+            )
 
     def _start_over_if(self, again: bool) -> None:
         if not again:

@@ -6,13 +6,18 @@ from ..cache import SparseCache
 from ..hf.rotary import KeyRotation
 from ..layers.evicting import EvictingLayer
 from ..layers.periodic import BlockDroppingLayer, RecompressingLayer
-from ..layers.scored import ScoredLayer
+from ..layers.scored import FollowingLayer, ScoredLayer
 from ..options import EvictingOptions
 from ..policy.base import Policy
-from ..policy.scored import DroppingPolicy, ObservingPolicy
+from ..policy.scored import DroppingPolicy, FollowingPolicy, ObservingPolicy
 
 # How a layer decodes follows from what its policy decides; the most particular comes first.
-_LAYERS = ((DroppingPolicy, BlockDroppingLayer), (ObservingPolicy, ScoredLayer), (Policy, EvictingLayer))
+_LAYERS = (
+    (DroppingPolicy, BlockDroppingLayer),
+    (FollowingPolicy, FollowingLayer),
+    (ObservingPolicy, ScoredLayer),
+    (Policy, EvictingLayer),
+)
 
 
 class EvictingCache(SparseCache):

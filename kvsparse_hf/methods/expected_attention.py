@@ -59,8 +59,10 @@ class ExpectedAttentionPolicy(Policy):
         query = candidates.query
         tokens = query.shape[2]
         newest = candidates.positions[:, 0, -1].unsqueeze(1)
-        for first in range(0, tokens, _QUERIES_AT_ONCE):
-            block = query[:, :, first : first + _QUERIES_AT_ONCE].float()
+        # A block takes a fraction of the memory of the keys.
+        step = max(16, min(_QUERIES_AT_ONCE, tokens * candidates.keys.shape[1] // (8 * query.shape[1])))
+        for first in range(0, tokens, step):
+            block = query[:, :, first : first + step].float()
             width = block.shape[2]
             positions = newest - (tokens - 1 - first) + torch.arange(width, device=query.device)
             if self.rotation is not None:

@@ -11,14 +11,14 @@ from ..errors import BudgetError, OptionError
 from ..policy.base import Candidates
 from ..policy.budgets import Budget
 from ..policy.received import received_attention
-from ..policy.scored import Entries, ObservingPolicy, group_mean
+from ..policy.scored import Entries, FollowingPolicy
 from ..registry import register_method
 from .evicting import EvictingCache
 from .observing import ObservingOptions
 
 
 @dataclass(frozen=True)
-class HeavyHitterPolicy(ObservingPolicy):
+class HeavyHitterPolicy(FollowingPolicy):
     """Keeps the entries with the largest accumulated attention beside the newest ones.
 
     Attributes:
@@ -33,7 +33,7 @@ class HeavyHitterPolicy(ObservingPolicy):
     decay: float = 1.0
     backend: str = "auto"
 
-    memory_bytes = 4
+    remembers = "received"
 
     def tails(self, counts: Tensor) -> Tensor | int:
         return counts // 2 if self.recent is None else self.recent
@@ -44,9 +44,9 @@ class HeavyHitterPolicy(ObservingPolicy):
             received = received + candidates.memory["received"] * self.decay ** candidates.query.shape[2]
         return {"received": received}
 
-    def step(self, entries: Entries, weights: Tensor) -> dict[str, Tensor]:
-        received = entries.memory["received"]
-        return {"received": received * self.decay + group_mean(weights, received.shape[1])}
+    @property
+    def rule(self) -> dict:
+        return dict(decay=self.decay, per_query=self.normalize == "count")
 
     def worth(self, entries: Entries) -> Tensor:
         received = entries.memory["received"]

@@ -67,6 +67,11 @@ class KVzipCache(EvictingCache):
     def make_layer(self, layer_idx: int) -> ReplayingLayer:
         return ReplayingLayer(layer_idx, self.session, Policy(), self.options.reserve, self.options.backend)
 
+    def reset(self) -> None:
+        for layer in self.sparse_layers:
+            layer._settled = None  # wanted by the user, so nothing to warn of
+        super().reset()
+
     @torch.no_grad()
     def compress(
         self, model: PreTrainedModel, inputs: Any, tokenizer=None, system_tokens: int = 0, progress: Callable[[int, int], None] | None = None
@@ -91,9 +96,9 @@ class KVzipCache(EvictingCache):
         mask = torch.ones_like(ids) if mask is None else mask
         self._read(model, ids, mask)
         rows = [row[kept.bool()] for row, kept in zip(ids, mask, strict=True)]
-        totals = self._totals(rows, max(self.options.sinks, system_tokens))
+        averages = self._averages(rows, max(self.options.sinks, system_tokens))
         self._replay(model, mask, rows, _Request.of(tokenizer), system_tokens, progress)
-        self._drop(rows, totals, max(self.options.sinks, system_tokens))
+        self._drop(rows, averages, max(self.options.sinks, system_tokens))
 
     def _read(self, model: PreTrainedModel, ids: Tensor, mask: Tensor) -> None:
         seen = int(self.get_seq_length())
@@ -104,7 +109,7 @@ class KVzipCache(EvictingCache):
                 **{compat.CACHE_ARGUMENT: self},
             )  # fmt: skip
             return
-        if any(layer._settled is not None for layer in self.sparse_layers):
+        if any(layer.is_compressed for layer in self.sparse_layers):
             raise UnsupportedOperationError("this cache is compressed already; reset() it, or fork() it before compress().")
         if seen != ids.shape[1] or self.session.batch != len(ids):
             raise UnsupportedOperationError(
@@ -112,15 +117,16 @@ class KVzipCache(EvictingCache):
                 "it has seen, or a fresh cache."
             )
 
-    def _totals(self, rows: list[Tensor], protected: int) -> list[int]:
-        """Entries that stay of each row, over all layers and heads."""
+    def _averages(self, rows: list[Tensor], protected: int) -> list[int]:
+        """Entries per layer and head that stay of each row, on average."""
         layer = self.sparse_layers[0]
+        like = [held.new_empty(1, layer.store.heads, 0, held.shape[-1]) for held in (layer.store.keys, layer.store.values)]
         lengths = torch.tensor([len(row) for row in rows])
-        budget = Budget.parse(self.options.budget).per_head(lengths, layer._cost(layer.store.keys[None, None], layer.store.values[None, None]))
-        for average, length in zip(budget.tolist(), lengths.tolist(), strict=True):
+        averages = Budget.parse(self.options.budget).per_head(lengths, layer._cost(*like)).tolist()
+        for average, length in zip(averages, lengths.tolist(), strict=True):
             if average < min(protected, length):
                 raise BudgetError(f"a budget of {average} entries per head is below the {protected} tokens that always stay; raise it.")
-        return [min(average, length) for average, length in zip(budget.tolist(), lengths.tolist(), strict=True)]
+        return [min(average, length) for average, length in zip(averages, lengths.tolist(), strict=True)]
 
     def _replay(self, model, mask: Tensor, rows: list[Tensor], request: "_Request", system: int, progress) -> None:
         """Runs the repeating forwards. Whatever happens, the cache is left as it was."""

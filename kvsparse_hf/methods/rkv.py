@@ -9,7 +9,7 @@ from torch import Tensor
 
 from ..policy.base import Candidates, Policy
 from ..policy.budgets import Budget
-from ..policy.redundancy import redundancy, window_importance
+from ..policy.redundancy import BLOCK_ELEMENTS, redundancy, window_importance
 from ..registry import register_method
 from .evicting import EvictingCache
 from .periodic import PeriodicOptions
@@ -43,7 +43,9 @@ class RKVPolicy(Policy):
 
     def scores(self, candidates: Candidates) -> Tensor:
         window = min(self.window, candidates.query.shape[2], candidates.length)
-        repeats = redundancy(candidates.keys, candidates.pad, self.threshold, self.count_self)
+        # A prompt is long and compressed once: what counts is memory. Later it is the number of launches.
+        block = BLOCK_ELEMENTS if candidates.settled else candidates.keys.numel() // 16
+        repeats = redundancy(candidates.keys, candidates.pad, self.threshold, self.count_self, block)
         before = candidates.length - window
         worth = self.balance * window_importance(candidates, window, self.kernel) - (1 - self.balance) * repeats[..., :before]
         return torch.cat((worth, worth.new_zeros(*worth.shape[:2], window)), dim=-1)

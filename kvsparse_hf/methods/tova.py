@@ -8,27 +8,28 @@ from torch import Tensor
 from ..policy.base import Candidates
 from ..policy.budgets import Budget
 from ..policy.received import received_attention
-from ..policy.scored import Entries, ObservingPolicy
+from ..policy.scored import Entries, FollowingPolicy
 from ..registry import register_method
 from .evicting import EvictingCache
 from .observing import ObservingOptions
 
 
 @dataclass(frozen=True)
-class LastQueryPolicy(ObservingPolicy):
+class LastQueryPolicy(FollowingPolicy):
     """Scores an entry by the newest query's attention, averaged over all query heads of the layer."""
 
     backend: str = "auto"
 
-    memory_bytes = 4
+    remembers = "last"
 
     def observe(self, candidates: Candidates) -> dict[str, Tensor]:
         lse = candidates.lse
         last = replace(candidates, query=candidates.query[:, :, -1:], lse=None if lse is None else lse[:, :, -1:])
         return {"last": _one_set(received_attention(last, 1.0, "mean", self.backend))}
 
-    def step(self, entries: Entries, weights: Tensor) -> dict[str, Tensor]:
-        return {"last": weights.mean(1, keepdim=True).expand_as(entries.memory["last"])}
+    @property
+    def rule(self) -> dict:
+        return dict(accumulate=False, across_heads=True)
 
     def worth(self, entries: Entries) -> Tensor:
         return entries.memory["last"]

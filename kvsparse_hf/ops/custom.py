@@ -139,12 +139,38 @@ def launch_gather_rows(
         gather_rows(src_k, src_v, index, start, dst_k, dst_v)
 
 
+def launch_follow_token(
+    scores: Tensor,
+    cursor: Tensor,
+    pos: Tensor,
+    logits: Tensor,
+    lse: Tensor,
+    start: Tensor,
+    length: Tensor,
+    capacity: Tensor,
+    newest: Tensor,
+    decay: float,
+    log2_decay: float,
+    accumulate: bool,
+    per_query: bool,
+    across_heads: bool,
+    sinks: int,
+    recent: int,
+) -> None:
+    from .kernels.follow import follow_token
+
+    with on_device_of(scores):
+        follow_token(scores, cursor, pos, logits, lse, start, length, capacity, newest, decay, log2_decay, accumulate,
+                     per_query, across_heads, sinks, recent)
+
+
 def _register(name: str, function, mutates: tuple[str, ...] = ()):
     return torch.library.custom_op(f"kvsparse::{name}", function, mutates_args=mutates)
 
 
 _register("store_token", launch_store_token, ("k", "v", "pos", "length", "cursor", "summary"))
 _register("gather_rows", launch_gather_rows, ("dst_k", "dst_v"))
+_register("follow_token", launch_follow_token, ("scores", "cursor"))
 _decode_attention = _register("decode_attention", launch_decode_attention)
 _chunk_attention = _register("chunk_attention", launch_chunk_attention)
 _column_sums = _register("column_sums", launch_column_sums)

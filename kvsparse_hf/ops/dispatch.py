@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import torch
 from torch import Tensor
 
@@ -168,6 +170,37 @@ def topk_pages(scores: Tensor, k: int, *, backend: str = "auto") -> Tensor:
     return custom.launch_topk_pages(scores, k)
 
 
+def follow_token(
+    scores: Tensor,
+    cursor: Tensor,
+    pos: Tensor,
+    logits: Tensor,
+    lse: Tensor,
+    start: Tensor,
+    length: Tensor,
+    capacity: Tensor,
+    newest: Tensor,
+    *,
+    decay: float = 1.0,
+    accumulate: bool = True,
+    per_query: bool = False,
+    across_heads: bool = False,
+    sinks: int = 0,
+    recent: int = 0,
+    backend: str = "auto",
+) -> None:
+    tensors = (scores, cursor, pos, logits, lse, start, length, capacity, newest)
+    if resolve("follow_token", backend, scores, logits) == "torch":
+        options = dict(accumulate=accumulate, per_query=per_query, across_heads=across_heads)
+        reference.follow_token(*tensors, decay=decay, sinks=sinks, recent=recent, **options)
+        return
+    rule = (decay, math.log2(decay), accumulate, per_query, across_heads, sinks, recent)
+    if through_dispatcher(logits):
+        torch.ops.kvsparse.follow_token(*tensors, *rule)
+    else:
+        custom.launch_follow_token(*tensors, *rule)
+
+
 def gather_rows(
     src_k: Tensor,
     src_v: Tensor,
@@ -188,7 +221,8 @@ def gather_rows(
 
 
 for _op in (
-    store_token, decode_attention, chunk_attention, window_scores, column_sums, page_scores, topk_pages, gather_rows
+    store_token, decode_attention, chunk_attention, window_scores, column_sums, page_scores, topk_pages, gather_rows,
+    follow_token,
 ):
     _op.__doc__ = (getattr(reference, _op.__name__).__doc__ or "").rstrip() + (
         "\n\n    ``backend``: \"auto\", \"triton\", \"torch\"" + (", \"flash\"" if _op is decode_attention else "")

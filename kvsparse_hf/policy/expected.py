@@ -48,7 +48,8 @@ def expected_attention(keys: Tensor, allowed: Tensor, mean: Tensor, covariance: 
     mean = mean.view(batch, heads, -1, dim)
     group = mean.shape[2]
     logits = torch.empty(batch, heads, group, length, device=keys.device)
-    step = max(1, _BLOCK_ELEMENTS // (batch * heads * group * dim))
+    # A block takes a fraction of the memory of the keys.
+    step = max(16, min(_BLOCK_ELEMENTS // (batch * heads * group * dim), length // (8 * group)))
     for first in range(0, length, step):
         block = keys[:, :, None, first : first + step].float()  # [B, H, 1, n, D]
         part = (block @ mean.unsqueeze(-1)).squeeze(-1) * scale

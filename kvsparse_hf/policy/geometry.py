@@ -7,7 +7,6 @@ from torch import Tensor
 from .base import Candidates
 from .select import NEG_INF, protected_mask, select_top
 
-
 _NOISE_BITS = 10  # of a fp32 mantissa's 23
 
 

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from ..errors import UnsupportedOperationError
 from .base import Candidates, Policy
 from .budgets import Cost, distribute
 from .select import NEG_INF, protected_mask
@@ -111,6 +112,15 @@ def table_counts(table: Tensor, average: int, protected: int, length: int, beta:
     return protected + distribute(wanted, free * weights.numel(), caps).view(table.shape)
 
 
+def _fits(counts: Tensor, available: Tensor) -> Tensor:
+    if counts.shape != available.shape:
+        raise UnsupportedOperationError(
+            f"the plan is for {counts.shape[1]} key/value heads per layer, this forward has {available.shape[1]}: plans do not serve "
+            "tensor parallelism, nor a model whose config does not state its heads."
+        )
+    return counts
+
+
 @dataclass(frozen=True)
 class TableHeads(Policy):
     """Mix-in for a policy with scores: a fixed table says what each head's share of the budget is.
@@ -133,7 +143,7 @@ class TableHeads(Policy):
         table, protected = torch.tensor(self.table, dtype=torch.float64), self.tail + self.sinks
         averages = self.budget.per_head(seen, cost).tolist()
         rows = [table_counts(table, n, protected, length, self.beta)[self.depth] for n, length in zip(averages, seen.tolist(), strict=True)]
-        return torch.stack(rows)
+        return _fits(torch.stack(rows), available)
 
 
 @dataclass(frozen=True)
@@ -161,7 +171,7 @@ class SpanPolicy(Policy):
 
     def counts(self, candidates: Candidates, available: Tensor, seen: Tensor, cost: Cost) -> Tensor:
         spans = torch.tensor([EVERYTHING if span is None else span for span in self.spans])
-        return spans.expand_as(available)
+        return _fits(spans.expand(len(available), -1), available)
 
     def pinned(self, counts: Tensor, kept: Tensor) -> Tensor:
         # A head that keeps everything only grows; in the others the sink slots are fixed from the start.
@@ -186,7 +196,8 @@ class ElasticSpanPolicy(SpanPolicy):
     widest: bool = False
 
     def counts(self, candidates: Candidates, available: Tensor, seen: Tensor, cost: Cost) -> Tensor:
-        return torch.tensor([[self.span(head, length + self.new_tokens) for head in self.rules] for length in seen.tolist()])
+        spans = [[self.span(head, length + self.new_tokens) for head in self.rules] for length in seen.tolist()]
+        return _fits(torch.tensor(spans), available)
 
     def span(self, head: tuple[tuple[float, float], ...], length: int) -> int:
         """Entries that a key/value head holds of a text of `length` tokens."""

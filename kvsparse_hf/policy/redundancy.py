@@ -8,10 +8,12 @@ from .base import Candidates
 from .pooling import pool_scores
 from .select import NEG_INF
 
-_BLOCK_ELEMENTS = 1 << 25
+BLOCK_ELEMENTS = 1 << 25
 
 
-def redundancy(keys: Tensor, pad: Tensor, threshold: float, count_self: bool = True) -> Tensor:
+def redundancy(
+    keys: Tensor, pad: Tensor, threshold: float, count_self: bool = True, block_elements: int = BLOCK_ELEMENTS
+) -> Tensor:
     """How much each key repeats the others: softmax over the tokens of its mean cosine with all of them.
 
     For every token, the newest of its near-duplicates (cosine above `threshold`) is not blamed for the similarity, so that
@@ -21,16 +23,17 @@ def redundancy(keys: Tensor, pad: Tensor, threshold: float, count_self: bool = T
         keys: `[B, H, N, D]` in order of position; pad: `[B, H]` invalid leading ones.
         count_self: a token counts among its own near-duplicates. Without (the published code), two duplicates of each other
             excuse one another and neither is redundant, and a token without near-duplicates excuses the first token of all.
+        block_elements: similarities that are held at one time.
 
     Returns:
-        `[B, H, N]` fp32, 0 for padding; memory O(N), as rows of the similarity matrix are taken in blocks.
+        `[B, H, N]` fp32, 0 for padding.
     """
     batch, heads, length, _ = keys.shape
     index = torch.arange(length, device=keys.device)
     valid = index >= pad.unsqueeze(-1)
     unit = F.normalize(keys.float(), dim=-1) * valid.unsqueeze(-1)
     total = torch.zeros(batch, heads, length, device=keys.device)
-    step = max(1, _BLOCK_ELEMENTS // max(1, batch * heads * length))
+    step = max(1, block_elements // max(1, batch * heads * length))
     for first in range(0, length, step):
         rows = index[first : first + step]
         similar = unit[:, :, rows] @ unit.transpose(-1, -2)

@@ -62,7 +62,7 @@ class ObservingPolicy(Policy):
 
     def worth(self, entries: Entries) -> Tensor:
         """`[B, H, N]` fp32, higher is better."""
-        raise NotImplementedError
+        raise TypeError(f"{type(self).__name__} must define this.")
 
     def scores(self, candidates: Candidates) -> Tensor:
         return self.worth(Entries.of(candidates))
@@ -73,12 +73,29 @@ class ObservingPolicy(Policy):
 
 
 @dataclass(frozen=True)
+class FollowingPolicy(ObservingPolicy):
+    """Remembers one score per entry, made of attention by a rule that `ops.follow_token` knows.
+
+    Attributes:
+        remembers: the name of the score.
+    """
+
+    remembers = ""
+    memory_bytes = 4
+
+    @property
+    def rule(self) -> dict:
+        """How a decoded token's attention changes the score, as options of `ops.follow_token`."""
+        raise TypeError(f"{type(self).__name__} must define this.")
+
+
+@dataclass(frozen=True)
 class DroppingPolicy(ObservingPolicy):
     """Lets a segment fill up, then drops a block of the worst entries at once."""
 
     def dropped(self, limit: Tensor) -> Tensor:
         """How many a full segment of `limit` `[B, H]` entries drops, at least 1."""
-        raise NotImplementedError
+        raise TypeError(f"{type(self).__name__} must define this.")
 
 
 def group_mean(weights: Tensor, heads: int) -> Tensor:

@@ -25,8 +25,8 @@ def _fresh_compiler(monkeypatch):
     torch._dynamo.reset()
 
 
-def _compiled(backend) -> CompileConfig:
-    config = CompileConfig(fullgraph=True, mode=None, backend=backend)
+def _compiled(backend, fullgraph: bool = True) -> CompileConfig:
+    config = CompileConfig(fullgraph=fullgraph, mode=None, backend=backend)
     config._compile_all_devices = True
     return config
 
@@ -52,7 +52,9 @@ def test_60_steps_in_one_graph(case):
     AOTAutograd turns writes in place into copies back, so a write it does not see would be lost here."""
     model = build()
     ids, mask = left_pad([tokens(30), tokens(17, seed=2)])
-    other, other_mask = left_pad([tokens(24, seed=5), tokens(15, seed=6)])
+    # Pyramid budgets follow the length of the prompt, and so do the buffers: there only the tokens differ.
+    lengths = (30, 17) if "pyramid" in case.id else (24, 15)
+    other, other_mask = left_pad([tokens(lengths[0], seed=5), tokens(lengths[1], seed=6)])
     graphs, mine = _Graphs(aot_eager), case.make(model)
     config = _compiled(graphs)
     got = generate(model, ids, mine, 61, attention_mask=mask, compile_config=config)
@@ -103,7 +105,7 @@ def test_chunked_prefill_under_compile(case):
     model = build()
     expected = generate(model, tokens(40), case.make(model), 12, prefill_chunk_size=16)
     with torch._dynamo.config.patch(error_on_recompile=False):
-        got = generate(model, tokens(40), case.make(model), 12, prefill_chunk_size=16, compile_config=_compiled(_Graphs()))
+        got = generate(model, tokens(40), case.make(model), 12, prefill_chunk_size=16, compile_config=_compiled(_Graphs(), fullgraph=False))
     assert torch.equal(got, expected)
 
 

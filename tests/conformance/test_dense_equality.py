@@ -16,11 +16,10 @@ by_method = pytest.mark.parametrize("case", METHODS, ids=lambda case: case.id)
 by_core = pytest.mark.parametrize("case", CORE, ids=lambda case: case.id)
 
 
-def _run(model, mine):
+def _run(model, make):
     """Prefill logits; 64 greedy tokens with their logits; then the logits of a 3-token turn on the same cache."""
-    ids = tokens(LENGTH)
-    first = forward(model, ids, mine)
-    mine.reset()
+    ids, mine = tokens(LENGTH), make()
+    first = forward(model, ids, make())
     out = generate(model, ids, mine, NEW, return_dict_in_generate=True, output_logits=True)
     turn = forward(model, tokens(3, seed=5), mine)
     return first, torch.stack(out.logits), out.sequences[:, LENGTH:], turn
@@ -29,7 +28,7 @@ def _run(model, mine):
 @cache
 def _reference(family: str, attention: str):
     model = build(family, attention)
-    return _run(model, dense(model))
+    return _run(model, lambda: dense(model))
 
 
 def _matrix() -> list:
@@ -55,7 +54,7 @@ def _check_equal(case, family, attention):
     expected = _reference(family, attention)
     assert len(set(expected[2].flatten().tolist())) > 8  # a model that repeats itself would prove little
     model = build(family, attention)
-    first, logits, new, turn = _run(model, case.make(model, AMPLE))
+    first, logits, new, turn = _run(model, lambda: case.make(model, AMPLE))
     assert torch.equal(first, expected[0])  # bit for bit
     assert torch.equal(new, expected[2])
     torch.testing.assert_close(logits, expected[1], atol=1e-5, rtol=0)

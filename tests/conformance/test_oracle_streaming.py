@@ -96,16 +96,17 @@ def test_many_steps_do_not_drift():
 
 @pytest.mark.parametrize("dtype, tolerance", [(torch.bfloat16, 0.3), (torch.float16, 0.06)], ids=str)
 def test_half_precision_does_not_drift(dtype, tolerance):
-    model = build(dtype=dtype)
-    mine, oracle = StreamingLLMCache(model, budget=10), _oracle(model, 10, 4, "cache")
-    forward(model, tokens(20), mine)
-    oracle.forward(tokens(20)[0])
-    after = tokens(150, seed=3)
-    got = decode(model, mine, after)[0]
-    expected = torch.cat([oracle.forward(token.view(1)) for token in after[0]])
-    error = (got.double() - expected).abs().amax(-1)
-    assert error.max() < tolerance
-    assert error[-50:].median() < 1.5 * error[:50].median()
+    """After 150 moves of the sinks the error is that of the same model with keys that never move."""
+    model, after, late = build(dtype=dtype), tokens(150, seed=3), {}
+    for positions in ("cache", "original"):
+        mine, oracle = StreamingLLMCache(model, budget=10, positions=positions), _oracle(model, 10, 4, positions)
+        forward(model, tokens(20), mine)
+        oracle.forward(tokens(20)[0])
+        expected = torch.cat([oracle.forward(token.view(1)) for token in after[0]])
+        error = (decode(model, mine, after)[0].double() - expected).abs().amax(-1)
+        assert error.max() < tolerance
+        late[positions] = error[-50:].median()
+    assert late["cache"] < 2 * late["original"]
 
 
 @pytest.mark.parametrize("positions", ["cache", "original"])

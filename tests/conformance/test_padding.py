@@ -26,9 +26,9 @@ def _check(model, make, lengths):
     assert batch.report().seen == [length + STEPS for length in lengths]
     for index, row in enumerate(rows):
         alone = make(model)
-        torch.testing.assert_close(first[index:index + 1], prefill(model, alone, row)[:, -1:], atol=2e-5, rtol=0)
+        torch.testing.assert_close(first[index:index + 1], prefill(model, alone, row)[:, -1:], atol=5e-5, rtol=0)
         assert [layer[index] for layer in kept_first] == [layer[0] for layer in kept_in_all_layers(alone)]
-        torch.testing.assert_close(later[index:index + 1], decode(model, alone, after[index:index + 1]), atol=2e-5, rtol=0)
+        torch.testing.assert_close(later[index:index + 1], decode(model, alone, after[index:index + 1]), atol=5e-5, rtol=0)
         assert [layer[index] for layer in kept_later] == [layer[0] for layer in kept_in_all_layers(alone)]
 
 

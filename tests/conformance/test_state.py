@@ -23,6 +23,7 @@ from helpers import (
 )
 from methods import ALL, AMPLE, BUDGET, CORE, METHODS
 from tiny_models import build
+from transformers.cache_utils import DynamicSlidingWindowLayer
 
 from kvsparse_hf import KVSparseError, SparseCache, UnsupportedOperationError
 
@@ -289,7 +290,7 @@ def test_members_of_the_cache_contract(case):
         assert len(mine) == 2 and mine.is_compileable
         assert mine.is_initialized == started
         assert list(mine.is_sliding) == [False, False]
-        assert mine.is_croppable == case.croppable
+        assert mine.is_croppable == (case.croppable and not case.evicts)  # of everything it has seen
         assert str(mine).startswith(case.cache.__name__)
         length = mine.get_max_length() if hasattr(mine, "get_max_length") else mine.get_max_cache_shape()
         assert length == -1
@@ -406,8 +407,12 @@ def test_drafts_equal_greedy_or_are_refused(case, budget, family, how):
     mine = case.make(model, budget)
     try:
         got = generate(model, ids, mine, 30, **options)
-    except UnsupportedOperationError:
-        assert not case.assisted or family == "mistral-sliding"
+    except ValueError as error:
+        # Where every layer is Transformers' own, the refusal may be too.
+        assert isinstance(error, UnsupportedOperationError) or family == "mistral-sliding"
+        # Sliding layers of the older versions cannot take tokens back once the window has moved.
+        records = hasattr(DynamicSlidingWindowLayer, "activate_past_recording")
+        assert not case.assisted or family == "mistral-sliding" or not (records or family == "llama-gqa2")
         mine.reset()
         got = generate(model, ids, mine, 30)
     # A selecting method verifies drafts densely, and so generates what the model does without it.

@@ -68,9 +68,10 @@ def test_continues_a_conversation(model, case):
     answers = []
     for extra in ({}, {"custom_generate": fast_decode}):
         cache = case.make(model)
-        said = model.generate(first, max_new_tokens=12, eos_token_id=EOS, pad_token_id=0, **{CACHE: cache}, **extra)
+        common = dict(max_new_tokens=12, eos_token_id=EOS, pad_token_id=0, **{CACHE: cache}, **extra)
+        said = model.generate(first, attention_mask=torch.ones_like(first), **common)
         both_turns = torch.cat((said, second), dim=1)
-        answers.append(model.generate(both_turns, max_new_tokens=12, eos_token_id=EOS, pad_token_id=0, **{CACHE: cache}, **extra))
+        answers.append(model.generate(both_turns, attention_mask=torch.ones_like(both_turns), **common))
     assert torch.equal(*answers)
 
 

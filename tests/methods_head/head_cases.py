@@ -9,6 +9,7 @@ CASES = {
     "adakv-official": ("adakv", dict(window=4, kernel=3, formula="official")),
     "adakv-bounded": ("adakv", dict(window=4, kernel=3, decode="bounded")),
     "adakv-periodic": ("adakv", dict(window=4, kernel=3, recompress_every=12)),
+    "adakv-cachepos": ("adakv", dict(window=4, kernel=3, positions="cache")),
     "adakv-pyramid": ("adakv", dict(window=4, kernel=3, scorer="pyramidkv", beta=2)),
     "adakv-expected": ("adakv", dict(scorer="expected-attention", recent=2)),
     "headkv": ("headkv", dict(window=4, kernel=3)),

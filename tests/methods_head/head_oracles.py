@@ -26,8 +26,8 @@ def by_hand(weights, total, caps):
     closed = [cap == 0 for cap in caps]
     total = min(total, sum(caps))
     while sum(given) < total:
-        left = total - sum(g for g, c in zip(given, closed) if c)
-        weight = sum(w for w, c in zip(weights, closed) if not c)
+        left = total - sum(g for g, c in zip(given, closed, strict=True) if c)
+        weight = sum(w for w, c in zip(weights, closed, strict=True) if not c)
         even = weight == 0
         weight = weight or sum(not c for c in closed)
         exact = {h: left * (1 if even else weights[h]) / weight for h in range(len(weights)) if not closed[h]}

@@ -289,17 +289,16 @@ def test_without_scipy_the_error_says_what_to_install(monkeypatch):
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    """A model with a tokenizer of 97 words, and a text."""
+    """A model, a text, and a tokenizer to which every word is the token that the model says again and again."""
     folder = tmp_path_factory.mktemp("model")
-    words = {f"w{i}": i for i in range(97)}
-    tokenizer = Tokenizer(models.WordLevel(words, unk_token="w3"))
-    tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
     model = build()
-    PreTrainedTokenizerFast(tokenizer_object=tokenizer, unk_token="w3").save_pretrained(folder)
-    model.save_pretrained(folder)
     with torch.no_grad():
-        token = int(repeating(model)[0])
-    (folder / "text.txt").write_text(" ".join([f"w{token}"] * 2000))
+        word = f"w{int(repeating(model)[0])}"
+    tokenizer = Tokenizer(models.WordLevel({f"w{i}": i for i in range(97)}, unk_token=word))
+    tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
+    PreTrainedTokenizerFast(tokenizer_object=tokenizer, unk_token=word).save_pretrained(folder)
+    model.save_pretrained(folder)
+    (folder / "text.txt").write_text("word " * 2000)
     return folder
 
 

@@ -5,8 +5,21 @@ import copy
 import pytest
 import torch
 from head_oracles import spanned
-from helpers import decode, dense, forward, generate, kept_in_all_layers, left_pad, prefill, snapshot, storage_bytes, tensors_of, tokens
+from helpers import (
+    decode,
+    dense,
+    forward,
+    generate,
+    kept_in_all_layers,
+    left_pad,
+    prefill,
+    snapshot,
+    storage_bytes,
+    tensors_of,
+    tokens,
+)
 from tiny_models import build
+from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 
 from kvsparse_hf import BudgetError, KVzipCache, SparseCache, UnsupportedOperationError
 
@@ -42,15 +55,13 @@ def brute_force(model, row: torch.Tensor, words: bool) -> torch.Tensor:
         whole = torch.cat((row, again))[None]
         hooks = []
         for index, layer in enumerate(model.model.layers):
-            def catch(module, args, kwargs, index=index):
+            def catch(module, args, kwargs, index=index, caught=caught):
                 caught[index] = (kwargs["hidden_states"], kwargs["position_embeddings"])
             hooks.append(layer.self_attn.register_forward_pre_hook(catch, with_kwargs=True))
         forward(model, whole, cache)
         for hook in hooks:
             hook.remove()
         for index, layer in enumerate(model.model.layers):
-            from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
-
             hidden, (cos, sin) = caught[index]
             q = layer.self_attn.q_proj(hidden).view(1, len(whole[0]), -1, config.head_dim).transpose(1, 2)
             q, _ = apply_rotary_pos_emb(q, q, cos, sin)
@@ -150,7 +161,32 @@ def test_bytes_are_those_of_the_budget():
         needed, tables = entries * (2 * 16 * 4 + 4), len(chosen) * 16 * 64
         held = storage_bytes(tensors_of(cache)) - cache.report().reserve_bytes
         assert needed <= held <= 1.02 * needed + tables
+        assert cache.report().reserve_bytes <= len(chosen) * 16 * (2 * 16 * 4 + 4)
         assert sum(len(h) for layer in kept_in_all_layers(cache) for row in layer for h in row) == entries
+
+
+@pytest.mark.parametrize("budget", ["40KiB", "123456B"])
+def test_a_byte_budget_is_that_of_the_whole_cache(budget):
+    allowed = {"40KiB": 40 * 1024, "123456B": 123456}[budget]
+    for rows in ((700,), (700, 350)):
+        ids, mask = left_pad([tokens(length, seed=length) for length in rows])
+        model = build()
+        cache = KVzipCache(model, budget=budget, reserve=1)
+        cache.compress(model, {"input_ids": ids, "attention_mask": mask})
+        report = cache.report()
+        assert 0.5 * allowed <= report.device_bytes - report.reserve_bytes <= allowed + len(rows) * 4 * 64
+
+
+def test_sending_the_whole_prompt_again_warns_and_reset_does_not(recwarn):
+    model = build()
+    cache = KVzipCache(model, budget=0.5)
+    cache.compress(model, tokens(40))
+    cache.reset()
+    cache.compress(model, tokens(40))
+    assert not [w for w in recwarn if "forgotten" in str(w.message)]
+    with pytest.warns(UserWarning, match="forgotten"):
+        answer = generate(model, tokens(40), cache, 5)
+    assert torch.equal(answer, generate(model, tokens(40), dense(model), 5))
 
 
 def test_system_tokens_stay_everywhere():

@@ -35,7 +35,7 @@ def entries(name: str, rows, cache) -> int:
 
 
 @pytest.mark.parametrize("rows", ROWS)
-@pytest.mark.parametrize("name", [name for name in CASES if name not in ("kvzip", "adakv-official", "adakv-periodic")])
+@pytest.mark.parametrize("name", [name for name in CASES if name not in ("kvzip", "adakv-official", "adakv-periodic", "adakv-cachepos")])
 def test_bytes_are_those_of_the_budget(name, rows):
     """Within 2 %, besides the tables of 64 bytes a head."""
     rows = ROWS[rows]

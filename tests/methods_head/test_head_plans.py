@@ -9,7 +9,16 @@ from helpers import decode, forward, generate, kept_in_all_layers, tokens
 from tiny_models import build
 from token_driver import tiny_config
 
-from kvsparse_hf import DuoAttentionCache, HeadKVCache, KVSparseError, MoACache, OptionError, PresetError, get_method, load_preset
+from kvsparse_hf import (
+    DuoAttentionCache,
+    HeadKVCache,
+    KVSparseError,
+    MoACache,
+    OptionError,
+    PresetError,
+    get_method,
+    load_preset,
+)
 from kvsparse_hf.plans import Plan, head_table
 
 DATA = Path(__file__).parents[3] / "shared" / "data"

@@ -182,6 +182,11 @@ def test_dense_layers_read_everything():
     model = build(num_hidden_layers=3)
     cache = QuestCache(model, budget=64)
     assert [isinstance(layer, SelectingLayer) for layer in cache.sparse_layers] == [False, False, True]
+    ids = tokens(30)
+    ample = QuestCache(model, budget=500, page_size=16, reserve=8)
+    assert torch.equal(generate(model, ids, ample, 50), generate(model, ids, dense(model), 50))
+    every = QuestCache(model, budget=8, page_size=2, sinks=0, recent=1, dense_layers=3)
+    assert torch.equal(generate(model, ids, every, 20), generate(model, ids, dense(model), 20))
 
 
 @static

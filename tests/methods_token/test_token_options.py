@@ -160,3 +160,22 @@ def test_budgets_of_the_other_forms(method, budget):
         spare = driver.held.reserve_bytes() if method in PERIODIC else 0
         assert full - spare <= 65536
         assert int(store.length.min()) >= 100
+
+
+@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("share", [0.01, 0.1])
+@pytest.mark.parametrize("more", [{}, {"decode": "bounded"}, {"recompress_every": 9}], ids=str)
+def test_shares_too_small_for_what_must_stay(method, share, more):
+    """A share of a short prompt may be less than sinks and recents."""
+    if not more.keys() <= get_method(method).Options.model_fields.keys():
+        pytest.skip("no such option")
+    driver = Driver(get_method(method)(tiny_config(), budget=share, **more), pads=(0, 3, 9))
+    for tokens in (10, *[1] * 25, 5, 1, 1):
+        driver.feed(tokens)
+        for row in range(3):
+            kept = driver.kept(row)
+            assert all(kept)
+            if tokens == 1:
+                assert all(head[-1] == driver.rows[row].length - 1 for head in kept), "a step reads at least its own token"
+            if more == {"decode": "bounded"} or method in ("h2o", "tova", "scissorhands"):
+                assert max(len(head) for head in kept) <= max(1, round(share * driver.rows[row].length))

@@ -101,6 +101,24 @@ def test_exact_schedule_keeps_the_total(depths, average, length):
         assert set(layers.tolist()) == {average}
 
 
+@pytest.mark.parametrize(("length", "want"), [(25, [24] * 3), (31, [24] * 3), (32, [32, 24, 16]), (39, [39, 24, 9]), (90, [40, 24, 8])])
+def test_schedule_at_its_thresholds(length, want):
+    """C=24, W=8, b=16: all layers alike below 2 b = 32 tokens; then the first layer keeps all there is; then the line."""
+    budgets = []
+    for depth in range(3):
+        cache = PyramidKVCache(tiny_config(layers=3), budget=24, window=8)
+        policy = cache.sparse_layers[depth].policy
+        seen = torch.tensor([length])
+        budgets.append(int(policy.counts(None, torch.full((1, 2), length), seen, None)[0, 0]))
+    assert budgets == want
+
+
+@pytest.mark.parametrize("length", [1, 23, 24])
+def test_a_prompt_within_the_budget_has_no_pyramid(length):
+    policy = PyramidKVCache(tiny_config(layers=3), budget=24, window=8).sparse_layers[2].policy
+    assert int(policy.counts(None, torch.full((1, 2), length), torch.tensor([length]), None)[0, 0]) == 24
+
+
 def test_weighted_keeps_the_total():
     assert weighted(10, [1, 2, 3]).tolist() == [5, 10, 15]
     assert int(weighted(7, [0.1, 0.9, 0.333]).sum()) == 21

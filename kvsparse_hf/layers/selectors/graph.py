@@ -27,36 +27,58 @@ def require_faiss() -> None:
 
 
 class Graph:
-    """One HNSW graph over the keys of one head; copies and pickles by its serialized form."""
+    """One HNSW graph over the keys of one head, for largest inner products.
 
-    def __init__(self, dim: int, links: int, effort: int):
+    Inner products make a poor graph: a few long keys are everybody's neighbours. So the keys are centred, which moves all
+    logits of a query alike, and given one more coordinate that makes them equally long; the nearest ones then are those of
+    the largest inner product with a query that has 0 there.
+
+    Args:
+        keys: `[n, D]` the first keys; centre and length are theirs.
+        links: neighbours of an entry.
+        effort: candidates that a search (and an insertion) keeps.
+    """
+
+    def __init__(self, keys: np.ndarray, links: int, effort: int):
         import faiss
 
-        self._index = faiss.IndexHNSWFlat(dim, links, faiss.METRIC_INNER_PRODUCT)
+        self._mean = keys.mean(0)
+        self._square = float(np.square(keys - self._mean).sum(1).max())
+        self._index = faiss.IndexHNSWFlat(keys.shape[1] + 1, links)
         self._index.hnsw.efConstruction = max(effort, 2 * links)
         self._index.hnsw.efSearch = effort
+        self.add(keys)
 
     @property
     def size(self) -> int:
         return self._index.ntotal
 
     def add(self, keys: np.ndarray) -> None:
-        self._index.add(keys)
+        centred = keys - self._mean
+        rest = np.maximum(self._square - np.square(centred).sum(1), 0)
+        self._index.add(np.concatenate((centred, np.sqrt(rest)[:, None]), axis=1))
 
     def search(self, queries: np.ndarray, count: int) -> tuple[np.ndarray, np.ndarray]:
         """Inner products and entries `[n, count]`, best first; entry -1 where the search found fewer."""
         self._index.hnsw.efSearch = max(self._index.hnsw.efSearch, count)
-        return self._index.search(queries, count)
+        distance, entries = self._index.search(np.pad(queries, ((0, 0), (0, 1))), count)
+        length = np.square(queries).sum(1, keepdims=True) + self._square
+        return (length - distance) / 2 + queries @ self._mean[:, None], entries
 
-    def __getstate__(self) -> np.ndarray:
+    def __getstate__(self) -> tuple:
         import faiss
 
-        return faiss.serialize_index(self._index)
+        return self._mean, self._square, faiss.serialize_index(self._index)
 
-    def __setstate__(self, state: np.ndarray) -> None:
+    def __setstate__(self, state: tuple) -> None:
         import faiss
 
-        self._index = faiss.deserialize_index(state)
+        self._mean, self._square, index = state
+        self._index = faiss.deserialize_index(index)
+
+    def nbytes(self) -> int:
+        """Bytes of the index."""
+        return self.__getstate__()[2].nbytes
 
 
 class GraphSelector(ZonedSelector):
@@ -65,7 +87,7 @@ class GraphSelector(ZonedSelector):
     Args:
         links: neighbours of an entry; effort: candidates that a search (and an insertion) keeps.
         by_queries: build the graph in the metric of the prompt's own queries: distances between keys then are differences
-            of logits, and the queries have no preferred direction. Inner products stay the true ones.
+            of logits, and queries have no preferred direction. Inner products stay the true ones.
     """
 
     STATE: ClassVar[tuple[str, ...]] = ("limit", "indexed", "metric", "inverse")
@@ -114,13 +136,15 @@ class GraphSelector(ZonedSelector):
         keys = dense_view(store, store.keys)[row, :, first:last].float()
         if self.by_queries:
             keys = keys @ self.metric[row]
+        own = list(keys.cpu().numpy())
         held = self.graphs[row]
         if not held:
-            self.graphs[row] = [Graph(keys.shape[-1], self.links, self.effort) for _ in range(store.heads)]
-        elif sum(held is graphs for graphs in self.graphs) > 1:  # rows that came from one row share its graphs
+            self.graphs[row] = [Graph(part, self.links, self.effort) for part in own]
+            return False
+        if sum(held is graphs for graphs in self.graphs) > 1:  # rows that came from one row share its graphs
             self.graphs[row] = copy.deepcopy(held)
-        for graph, own in zip(self.graphs[row], keys.cpu().numpy(), strict=True):
-            graph.add(np.ascontiguousarray(own))
+        for graph, part in zip(self.graphs[row], own, strict=True):
+            graph.add(part)
         return False
 
     def go_back(self, store: RaggedStore, row: int, end: int, mark: int) -> None:
@@ -171,7 +195,7 @@ class GraphSelector(ZonedSelector):
 
     def host_bytes(self) -> int:
         distinct = {id(graphs): graphs for graphs in self.graphs}.values()
-        return sum(graph.__getstate__().nbytes for graphs in distinct for graph in graphs)
+        return sum(graph.nbytes() for graphs in distinct for graph in graphs)
 
     def select_batch(self, index: Tensor) -> None:
         super().select_batch(index)

@@ -48,7 +48,7 @@ class ZonedSelector(Selector):
 
     def add(self, store: RaggedStore, row: int, first: int, last: int) -> bool:
         """Adds the slots `first … last` of a row to the index. True when buffers moved."""
-        raise NotImplementedError
+        raise TypeError(f"{type(self).__name__} must define this.")
 
     def mark(self, row: int) -> int:
         """A number from which `go_back` knows the present state of a row's index."""
@@ -56,7 +56,7 @@ class ZonedSelector(Selector):
 
     def go_back(self, store: RaggedStore, row: int, end: int, mark: int) -> None:
         """Takes a row's index back to where it ended at `end` and had this `mark` (0: empty)."""
-        raise NotImplementedError
+        raise TypeError(f"{type(self).__name__} must define this.")
 
     # --- outside the step ------------------------------------------------------------------------------------------
 

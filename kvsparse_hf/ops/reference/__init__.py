@@ -5,6 +5,7 @@ They are what the kernels are tested against, what runs where no kernel does, an
 """
 
 from .attention import chunk_attention, decode_attention
+from .follow import follow_token
 from .pages import page_scores, topk_pages
 from .scores import column_sums, window_scores
 from .store import gather_rows, store_token
@@ -13,6 +14,7 @@ __all__ = [
     "chunk_attention",
     "column_sums",
     "decode_attention",
+    "follow_token",
     "gather_rows",
     "page_scores",
     "store_token",

@@ -88,6 +88,8 @@ def gather_rows(src_k: Tensor, src_v: Tensor, index: Tensor, start: Tensor, dst_
         start: [B, H], first row of each segment; entry m goes to row start + m.
         dst_k, dst_v: [R, D], [R, Dv], written.
     """
+    if index.shape[-1] == 0:
+        return
     ok = index >= 0
     take = index.clamp(min=0).long().unsqueeze(-1)
     rows = start.unsqueeze(-1) + torch.arange(index.shape[-1], device=index.device)

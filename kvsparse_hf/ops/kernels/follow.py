@@ -1,0 +1,97 @@
+"""Scores of the kept entries after a decoded token, and the entry that the next one replaces: one launch a layer."""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from ._math import contiguous, join_previous, launch_options, next_power_of_2, require_contiguous
+
+MAX_BLOCK = 1024
+
+
+@triton.jit
+def _follow_token_kernel(
+    Scores, Cursor, Pos, Logits, Lse, Start, Length, Capacity, Newest, width, decay, log2_decay, sinks, recent,
+    HEADS: tl.constexpr, QUERY_HEADS: tl.constexpr, ACCUMULATE: tl.constexpr, PER_QUERY: tl.constexpr,
+    DECAYS: tl.constexpr, ACROSS: tl.constexpr, HALF: tl.constexpr, BLOCK: tl.constexpr, DEPENDENT: tl.constexpr,
+):
+    """One (KV head, batch row). ACROSS: every head of a row does the same sums, in the same order."""
+    join_previous(DEPENDENT, True)
+    head = tl.program_id(0)
+    batch = tl.program_id(1).to(tl.int64)
+    unit = batch * HEADS + head
+    COUNT: tl.constexpr = QUERY_HEADS if ACROSS else QUERY_HEADS // HEADS
+    first = batch * QUERY_HEADS
+    if not ACROSS:
+        first += head * COUNT
+    length = tl.load(Length + unit).to(tl.int32)
+    capacity = tl.load(Capacity + unit).to(tl.int32)
+    newest = tl.load(Newest + batch).to(tl.int32)
+    first_row = tl.load(Start + unit).to(tl.int64)
+    tail = capacity // 2 if HALF else tl.minimum(capacity, recent)
+    tail = tl.minimum(tail, tl.maximum(capacity - sinks, 1))
+    sink = tl.minimum(capacity - tail, sinks)
+
+    lowest = float("inf")
+    lowest_at = -1
+    lowest_slot = 0
+    for begin in range(0, length, BLOCK):
+        slot = begin + tl.arange(0, BLOCK)
+        ok = slot < length
+        score = tl.zeros([BLOCK], tl.float32)
+        for g in range(COUNT):
+            logit = tl.load(Logits + (first + g) * width + slot, mask=ok, other=float("-inf"))
+            score += tl.exp(logit - tl.load(Lse + first + g))
+        score = score / COUNT
+        at = tl.load(Pos + first_row + slot, mask=ok, other=-1)
+        if ACCUMULATE:
+            old = tl.load(Scores + first_row + slot, mask=ok & (at != newest), other=0.0)
+            score += old * decay
+        tl.store(Scores + first_row + slot, score, mask=ok)
+        worth = score
+        if PER_QUERY:
+            age = tl.maximum(newest - at + 1, 1).to(tl.float32)
+            worth = worth / ((1 - tl.exp2(age * log2_decay)) / (1 - decay) if DECAYS else age)
+        free = ok & (at >= sink) & (at <= newest - tail + 1)
+        worth = tl.where(free, worth, float("inf"))
+        low = tl.min(worth, 0)
+        low_at = tl.max(tl.where(free & (worth == low), at, -1), 0)
+        low_slot = tl.max(tl.where(free & (at == low_at), slot, 0), 0)
+        better = (low < lowest) | ((low == lowest) & (low_at > lowest_at))
+        lowest = tl.where(better, low, lowest)
+        lowest_at = tl.where(better, low_at, lowest_at)
+        lowest_slot = tl.where(better, low_slot, lowest_slot)
+    tl.store(Cursor + unit, lowest_slot)
+
+
+def follow_token(
+    scores: Tensor,
+    cursor: Tensor,
+    pos: Tensor,
+    logits: Tensor,
+    lse: Tensor,
+    start: Tensor,
+    length: Tensor,
+    capacity: Tensor,
+    newest: Tensor,
+    decay: float,
+    log2_decay: float,
+    accumulate: bool,
+    per_query: bool,
+    across_heads: bool,
+    sinks: int,
+    recent: int,
+) -> None:
+    """See :func:`kvsparse_hf.ops.follow_token`; ``log2_decay`` is the logarithm of ``decay``."""
+    require_contiguous(scores=scores, cursor=cursor, pos=pos)
+    logits, lse, start, length, capacity, newest = contiguous(logits, lse, start, length, capacity, newest)
+    batch, heads = start.shape
+    width = logits.shape[-1]
+    _follow_token_kernel[(heads, batch)](
+        scores, cursor, pos, logits, lse, start, length, capacity, newest, width, decay, log2_decay, sinks, recent,
+        HEADS=heads, QUERY_HEADS=logits.shape[1], ACCUMULATE=accumulate, PER_QUERY=per_query, DECAYS=decay < 1.0,
+        ACROSS=across_heads, HALF=recent < 0, BLOCK=min(MAX_BLOCK, max(16, next_power_of_2(width))), num_warps=4,
+        **launch_options(scores.device),
+    )
