@@ -191,6 +191,7 @@ def test_wheel_is_converted_once(monkeypatch, wheel):
     said = []
     folder = find_model(said.append)
     assert (folder / "model.safetensors").read_bytes() == b"GGUF" and len(said) == 2
+    assert demo_model.name_of(folder) == "SmolLM2-135M-Instruct-Q4_1"
     assert [path.name for path in wheel.iterdir()] == [folder.name], "nothing else is left behind"
     monkeypatch.setattr(demo_model.subprocess, "run", lambda *args, **kwargs: pytest.fail("downloaded again"))
     assert find_model(said.append) == folder and len(said) == 2
@@ -245,7 +246,7 @@ def test_hub_cache_comes_first_and_must_be_complete(monkeypatch, wheel, tmp_path
         (snapshot / name).touch()
     assert find_model() != snapshot
     (snapshot / "model.safetensors").touch()
-    assert find_model() == snapshot
+    assert find_model() == snapshot and demo_model.name_of(snapshot) == demo_model.REPOSITORY
 
 
 def test_cache_folder_by_platform(monkeypatch, tmp_path):

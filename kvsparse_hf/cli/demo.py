@@ -10,6 +10,7 @@ from rich.table import Table
 from typer import Option
 
 from ..demo import METHODS, Outcome, find_model, make_trials, run_demo
+from ..demo.model import name_of
 from ..demo.passkey import ANSWER_BEGINS
 from ..registry import get_method
 from ..report import CacheReport
@@ -34,7 +35,7 @@ def demo(
     where = choose_device(device)
     kind = choose_dtype(dtype, where)
     options = {"budget": parse_value(budget)}
-    source = find_model(lambda message: console.print(message, style="dim")) if model is None else model
+    source = model or find_model(lambda message: console.print(message, style="dim"))
     loaded, tokenizer = load_model(source, where, kind)
 
     def make_cache(method: str):
@@ -54,7 +55,7 @@ def demo(
             encode=lambda prompt: tokenize(tokenizer, prompt, None, ANSWER_BEGINS).to(where),
             advance=lambda: progress.advance(task),
         )
-    name = Path(source).name if model is None else model
+    name = model or name_of(source)
     _show(console, outcomes, f"{name}, {_hardware(where)}, {str(kind).removeprefix('torch.')}, budget {budget}")
     if save is not None:
         _save(save, outcomes, name, where, options["budget"])

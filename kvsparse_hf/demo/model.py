@@ -60,6 +60,11 @@ def find_model(say: Callable[[str], None] = lambda message: None) -> Path:
     )
 
 
+def name_of(folder: Path) -> str:
+    """What the model in a folder of `find_model` is called. (The Hub's cache names folders by commit.)"""
+    return _CONVERTED if folder.name == _CONVERTED else REPOSITORY
+
+
 def _from_hub_cache(say: Callable[[str], None]) -> Path:
     try:
         folder = Path(snapshot_download(REPOSITORY, allow_patterns=_FILES, local_files_only=True))
