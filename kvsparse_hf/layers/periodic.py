@@ -3,6 +3,7 @@
 import torch
 from torch import Tensor
 
+from .. import ops
 from ..errors import UnsupportedOperationError
 from ..policy.base import Candidates, Policy
 from ..policy.budgets import Cost
@@ -180,6 +181,22 @@ class BlockDroppingLayer(ObservingLayer):
     """
 
     policy: DroppingPolicy
+
+    def follow(self, clock: Clock, logits: Tensor, lse: Tensor) -> None:
+        store = self.store
+        ops.record_token(
+            store.extra["history"],
+            store.extra["received"],
+            store.positions,
+            logits,
+            lse,
+            store.start,
+            store.length,
+            clock.newest,
+            window=self.policy.window,
+            use_max=self.policy.use == "max",
+            backend=self.backend,
+        )
 
     def due_in(self) -> int | None:
         full_size = self.store.allocated >= self._limit  # the others grow first

@@ -1,8 +1,5 @@
 """Layers that follow the attention of every decoded token."""
 
-from dataclasses import replace
-
-import torch
 from torch import Tensor
 
 from .. import ops
@@ -14,9 +11,10 @@ from .session import Clock
 
 
 class ObservingLayer(EvictingLayer):
-    """Updates what its policy remembers of each kept token at every decoded one.
+    """Follows every decoded token: its attention, or its key.
 
-    The memory lies beside the keys (`store.extra`), so that it follows every permutation, growth, save and later turn.
+    What the policy remembers lies beside the keys (`store.extra`), so that it follows every permutation, growth, save and
+    later turn.
     """
 
     policy: ObservingPolicy
@@ -55,25 +53,9 @@ class ObservingLayer(EvictingLayer):
         self.follow(clock, logits.detach() if wanted else None, lse.detach() if wanted else None)
         return out
 
-    def follow(self, clock: Clock, logits: Tensor | None, lse: Tensor | None) -> Entries:
-        """After a decoded token was stored: updates the memory. `logits` `[B, Hq, C]` and `lse` `[B, Hq]` are its attention."""
-        entries = self._entries(clock.newest, forget_newest=True)
-        weights = None if logits is None else torch.exp(logits - lse.unsqueeze(-1))
-        memory = self.policy.step(entries, weights)
-        for name, facts in memory.items():
-            self.store.put(name, facts, entries.valid)
-        return replace(entries, memory=memory)
-
-    def _entries(self, newest: Tensor, forget_newest: bool = False) -> Entries:
-        """All slots of the store. The newest token's slot may still hold what was remembered of the one it replaced."""
-        store = self.store
-        rows, valid = store.slots()
-        positions = store.positions[rows]
-        memory = {name: held[rows] for name, held in store.extra.items()}
-        if forget_newest:
-            old = positions != newest.view(-1, 1, 1)
-            memory = {name: held * old.view(*old.shape, *[1] * (held.dim() - 3)) for name, held in memory.items()}
-        return Entries(memory, positions, valid, newest, store.keys[rows] if self.policy.reads_keys else None)
+    def follow(self, clock: Clock, logits: Tensor | None, lse: Tensor | None) -> None:
+        """After a decoded token was stored. `logits` `[B, Hq, C]` and `lse` `[B, Hq]` are its attention. Static."""
+        raise TypeError(f"{type(self).__name__} must define this.")
 
 
 class ScoredLayer(ObservingLayer):
@@ -85,18 +67,18 @@ class ScoredLayer(ObservingLayer):
 
     def _rebuild(self, candidates: Candidates, index: Tensor, limit: Tensor) -> None:
         super()._rebuild(candidates, index, limit)
-        self._name_victim(self._entries(candidates.positions[:, 0, -1]))
+        self._name_victim(candidates.positions[:, 0, -1])
 
-    def follow(self, clock: Clock, logits: Tensor | None, lse: Tensor | None) -> Entries:
-        entries = super().follow(clock, logits, lse)
-        self._name_victim(entries)
-        return entries
+    def follow(self, clock: Clock, logits: Tensor | None, lse: Tensor | None) -> None:
+        self._name_victim(clock.newest)
 
-    def _name_victim(self, entries: Entries) -> None:
+    def _name_victim(self, newest: Tensor) -> None:
         policy, store = self.policy, self.store
-        worth = policy.worth(entries)
-        victim = choose_victim(worth, entries, store.capacity, policy.sinks, policy.tails(store.capacity))
-        store.cursor.copy_(victim)
+        rows, valid = store.slots()
+        memory = {name: held[rows] for name, held in store.extra.items()}
+        entries = Entries(memory, store.positions[rows], valid, newest, store.keys[rows] if policy.reads_keys else None)
+        tails = policy.tails(store.capacity)
+        store.cursor.copy_(choose_victim(policy.worth(entries), entries, store.capacity, policy.sinks, tails))
 
 
 class FollowingLayer(ScoredLayer):

@@ -148,18 +148,6 @@ class RaggedStore:
         valid = slot < self.length.unsqueeze(-1)
         return torch.where(valid, self.start.unsqueeze(-1) + slot, 0), valid
 
-    def put(self, name: str, facts: Tensor, valid: Tensor) -> None:
-        """Writes `extra[name]` of every filled slot, in place and without a shape that depends on data.
-
-        Args:
-            facts: `[B, H, C, …]` with C = `max_capacity`; valid: `[B, H, C]` as `slots()` gives it.
-        """
-        # Slots that are not filled repeat the write of slot 0, which always is: their rows may be a neighbour's.
-        rows = self.start.unsqueeze(-1) + torch.where(valid, torch.arange(valid.shape[-1], device=valid.device), 0)
-        lifted = valid.view(*valid.shape, *[1] * (facts.dim() - 3))
-        facts = torch.where(lifted, facts, facts[:, :, :1])
-        self.extra[name][rows.flatten()] = facts.flatten(0, 2).to(self.extra[name].dtype)
-
     def export(self) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
         """The kept tokens in order of position, right-aligned (invalid entries lead).
 

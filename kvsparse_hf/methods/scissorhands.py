@@ -11,8 +11,8 @@ from ..errors import BudgetError, OptionError
 from ..policy.base import Candidates
 from ..policy.budgets import Budget, Cost
 from ..policy.depth import weighted
-from ..policy.history import count_bits, less_than_average, record, record_many, words
-from ..policy.scored import DroppingPolicy, Entries, group_mean
+from ..policy.history import count_bits, record_many, words
+from ..policy.scored import DroppingPolicy, Entries
 from ..registry import register_method
 from .evicting import EvictingCache
 from .observing import ObservingOptions
@@ -23,15 +23,11 @@ class PersistencePolicy(DroppingPolicy):
     """Gives up the entries that most of the newest queries paid less than the average.
 
     Attributes:
-        window: newest queries that count.
         drop: share of a full segment that goes at once.
-        use: "mean" or "max": attention of a group's query heads that is compared with the average.
         weights: relative budgets of the layers, empty for equal ones; depth: which of them this layer is.
     """
 
-    window: int = 400
     drop: float = 0.5
-    use: str = "mean"
     weights: tuple[float, ...] = ()
     depth: int = 0
 
@@ -59,20 +55,8 @@ class PersistencePolicy(DroppingPolicy):
             return memory
         history, received = record_many(candidates, history, self.window, self.use)
         if "received" in memory:
-            received = received + memory["received"] * self._fade ** candidates.query.shape[2]
+            received = received + memory["received"] * (1.0 - 1.0 / self.window) ** candidates.query.shape[2]
         return {"history": history, "received": received}
-
-    def step(self, entries: Entries, weights: Tensor) -> dict[str, Tensor]:
-        history, received = entries.memory["history"], entries.memory["received"]
-        heads = received.shape[1]
-        mean = group_mean(weights, heads)
-        used = mean if self.use == "mean" else weights.unflatten(1, (heads, -1)).amax(2)
-        below = less_than_average(used, entries.valid)
-        return {"history": record(history, below, entries.newest, self.window), "received": received * self._fade + mean}
-
-    @property
-    def _fade(self) -> float:
-        return 1.0 - 1.0 / self.window
 
     def worth(self, entries: Entries) -> Tensor:
         """The rank from the worst: first by the history, then by attention received, then by position."""

@@ -164,6 +164,24 @@ def launch_follow_token(
                      per_query, across_heads, sinks, recent)
 
 
+def launch_record_token(
+    history: Tensor,
+    received: Tensor,
+    pos: Tensor,
+    logits: Tensor,
+    lse: Tensor,
+    start: Tensor,
+    length: Tensor,
+    newest: Tensor,
+    window: int,
+    use_max: bool,
+) -> None:
+    from .kernels.follow import record_token
+
+    with on_device_of(received):
+        record_token(history, received, pos, logits, lse, start, length, newest, window, use_max)
+
+
 def _register(name: str, function, mutates: tuple[str, ...] = ()):
     return torch.library.custom_op(f"kvsparse::{name}", function, mutates_args=mutates)
 
@@ -171,6 +189,7 @@ def _register(name: str, function, mutates: tuple[str, ...] = ()):
 _register("store_token", launch_store_token, ("k", "v", "pos", "length", "cursor", "summary"))
 _register("gather_rows", launch_gather_rows, ("dst_k", "dst_v"))
 _register("follow_token", launch_follow_token, ("scores", "cursor"))
+_register("record_token", launch_record_token, ("history", "received"))
 _decode_attention = _register("decode_attention", launch_decode_attention)
 _chunk_attention = _register("chunk_attention", launch_chunk_attention)
 _column_sums = _register("column_sums", launch_column_sums)

@@ -201,6 +201,29 @@ def follow_token(
         custom.launch_follow_token(*tensors, *rule)
 
 
+def record_token(
+    history: Tensor,
+    received: Tensor,
+    pos: Tensor,
+    logits: Tensor,
+    lse: Tensor,
+    start: Tensor,
+    length: Tensor,
+    newest: Tensor,
+    *,
+    window: int,
+    use_max: bool = False,
+    backend: str = "auto",
+) -> None:
+    args = (history, received, pos, logits, lse, start, length, newest)
+    if resolve("record_token", backend, received, logits) == "torch":
+        reference.record_token(*args, window=window, use_max=use_max)
+    elif through_dispatcher(logits):
+        torch.ops.kvsparse.record_token(*args, window, use_max)
+    else:
+        custom.launch_record_token(*args, window, use_max)
+
+
 def gather_rows(
     src_k: Tensor,
     src_v: Tensor,
@@ -222,7 +245,7 @@ def gather_rows(
 
 for _op in (
     store_token, decode_attention, chunk_attention, window_scores, column_sums, page_scores, topk_pages, gather_rows,
-    follow_token,
+    follow_token, record_token,
 ):
     _op.__doc__ = (getattr(reference, _op.__name__).__doc__ or "").rstrip() + (
         "\n\n    ``backend``: \"auto\", \"triton\", \"torch\"" + (", \"flash\"" if _op is decode_attention else "")

@@ -1,50 +1,34 @@
-"""Which of the newest queries paid a token less than the average attention: an exact ring of bits per token."""
+"""Which of the newest queries paid a token less than the average: an exact ring of bits per token (see `ops.record_token`)."""
 
 from collections.abc import Iterator
 
 import torch
 from torch import Tensor
 
+from ..ops.reference import AVERAGE, HISTORY_BITS
 from .base import Candidates
 from .select import NEG_INF
-
-_BITS = 31  # of an int32: the sign stays out of it
-_AVERAGE = 1.0 - 1e-5  # exactly the average must not count as less because of rounding
 
 
 def words(window: int) -> int:
     """int32 words that hold a history of `window` queries."""
-    return -(-window // _BITS)
+    return -(-window // HISTORY_BITS)
 
 
 def place(position: Tensor, window: int) -> tuple[Tensor, Tensor]:
     """Word and bit of the query at `position`."""
     slot = position % window
-    return slot // _BITS, slot % _BITS
+    return slot // HISTORY_BITS, slot % HISTORY_BITS
 
 
 def less_than_average(weights: Tensor, readable: Tensor) -> Tensor:
     """Which of n readable tokens got less than 1/n. `weights`, `readable`: `[…, N]`."""
-    return readable & (weights * readable.sum(-1, keepdim=True) < _AVERAGE)
+    return readable & (weights * readable.sum(-1, keepdim=True) < AVERAGE)
 
 
 def count_bits(history: Tensor) -> Tensor:
     """`[…, words]` -> `[…]`: queries in the history that paid less than the average."""
-    return sum(((history >> bit) & 1).sum(-1) for bit in range(_BITS))
-
-
-def record(history: Tensor, below: Tensor, newest: Tensor, window: int) -> Tensor:
-    """The history after one more query. Static.
-
-    Args:
-        history: `[B, H, N, words]` int32.
-        below: `[B, H, N]` bool, who got less than the average from the query at position `newest` `[B]`.
-    """
-    word, bit = place(newest.long(), window)
-    chosen = torch.arange(history.shape[-1], device=history.device) == word.unsqueeze(-1)  # [B, words]
-    bit = bit.view(-1, 1, 1, 1)
-    mask = (chosen[:, None, None].long() << bit).to(torch.int32)
-    return (history & ~mask) | (below.unsqueeze(-1) * mask)
+    return sum(((history >> bit) & 1).sum(-1) for bit in range(HISTORY_BITS))
 
 
 def record_many(candidates: Candidates, history: Tensor, window: int, use: str) -> tuple[Tensor, Tensor]:
@@ -83,8 +67,8 @@ def _query_blocks(candidates: Candidates, window: int) -> Iterator[tuple[int, Te
     # A block of attention weights takes about as much memory as the keys.
     step = max(1, keys.numel() // (2 * query.shape[0] * query.shape[1] * candidates.length))
     for word in range(words(window)):
-        last = min((word + 1) * _BITS, window)
-        for first in range(word * _BITS, last, step):
+        last = min((word + 1) * HISTORY_BITS, window)
+        for first in range(word * HISTORY_BITS, last, step):
             slot = torch.arange(first, min(first + step, last), device=newest.device)
             age = (newest - slot) % window
             index = candidates.length - 1 - age

@@ -1,4 +1,4 @@
-"""Policies that judge every kept entry again at each decoded token, and give up the worst for the next one."""
+"""Policies that judge what is held again while a layer decodes."""
 
 from dataclasses import dataclass
 
@@ -39,10 +39,10 @@ class Entries:
 
 @dataclass(frozen=True)
 class ObservingPolicy(Policy):
-    """Remembers something of each entry and updates it at each decoded token.
+    """Judges what is held while the layer decodes: by attention that it remembers, or by the keys.
 
     Attributes:
-        reads_weights: `step` needs the attention weights of the decoded token.
+        reads_weights: the layer must follow the attention of decoded tokens.
         reads_keys: `worth` needs the keys.
     """
 
@@ -50,15 +50,6 @@ class ObservingPolicy(Policy):
 
     reads_weights = True
     reads_keys = False
-
-    def step(self, entries: Entries, weights: Tensor | None) -> dict[str, Tensor]:
-        """What to remember after a decoded token, in the names and shapes of `entries.memory`.
-
-        Args:
-            entries: with the decoded token among them; its memory is 0.
-            weights: `[B, Hq, N]` fp32 attention weights, 0 where invalid.
-        """
-        return entries.memory
 
     def worth(self, entries: Entries) -> Tensor:
         """`[B, H, N]` fp32, higher is better."""
@@ -68,7 +59,7 @@ class ObservingPolicy(Policy):
         return self.worth(Entries.of(candidates))
 
     def pinned(self, counts: Tensor, kept: Tensor) -> Tensor:
-        # No ring: the slot to overwrite is chosen at every step.
+        # No ring: which slot is overwritten is chosen at every step.
         return torch.zeros_like(counts)
 
 
@@ -91,16 +82,19 @@ class FollowingPolicy(ObservingPolicy):
 
 @dataclass(frozen=True)
 class DroppingPolicy(ObservingPolicy):
-    """Lets a segment fill up, then drops a block of the worst entries at once."""
+    """Remembers a history that `ops.record_token` keeps; lets a segment fill up, then drops a block of the worst entries.
+
+    Attributes:
+        window: newest queries in the history.
+        use: "mean" or "max" over the query heads of a group.
+    """
+
+    window: int = 400
+    use: str = "mean"
 
     def dropped(self, limit: Tensor) -> Tensor:
         """How many a full segment of `limit` `[B, H]` entries drops, at least 1."""
         raise TypeError(f"{type(self).__name__} must define this.")
-
-
-def group_mean(weights: Tensor, heads: int) -> Tensor:
-    """`[B, Hq, N]` -> `[B, H, N]`: mean over the query heads that share a key/value head."""
-    return weights.unflatten(1, (heads, -1)).mean(2)
 
 
 def choose_victim(worth: Tensor, entries: Entries, capacity: Tensor, sinks: int, tails: Tensor | int) -> Tensor:

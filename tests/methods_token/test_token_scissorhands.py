@@ -9,7 +9,7 @@ from transformers import LlamaForCausalLM
 from kvsparse_hf import ScissorhandsCache
 from kvsparse_hf.hf.compat import CACHE_ARGUMENT
 from kvsparse_hf.policy.depth import weighted
-from kvsparse_hf.policy.history import count_bits, record, words
+from kvsparse_hf.policy.history import count_bits
 
 
 def check_run(driver: Driver, prompt: int, steps: int, **rule) -> None:
@@ -113,17 +113,3 @@ def test_layer_weights_keep_the_total():
     for t in range(190, 200):
         model(ids[:, t : t + 1], **{CACHE_ARGUMENT: cache})
         assert all(int(layer.store.length.max()) <= n for layer, n in zip(cache.sparse_layers, want, strict=True))
-
-
-@pytest.mark.parametrize("window", [1, 5, 31, 62, 100])
-def test_ring_of_bits(window):
-    """`record` alone: after any number of queries the count is that of the last `window` of them."""
-    generator = torch.Generator().manual_seed(0)
-    history = torch.zeros(1, 1, 3, words(window), dtype=torch.int32)
-    lines = []
-    for t in range(250):
-        below = torch.rand(1, 1, 3, generator=generator) < 0.5
-        lines.append(below)
-        history = record(history, below, torch.tensor([t]), window)
-        want = torch.stack(lines[-window:]).sum(0)
-        assert torch.equal(count_bits(history).long(), want)

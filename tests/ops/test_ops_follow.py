@@ -1,4 +1,4 @@
-"""follow_token against a plain Python model: scores, the entry that goes next, and nothing written elsewhere."""
+"""follow_token and record_token against plain Python models: what is remembered, and nothing written elsewhere."""
 
 from __future__ import annotations
 
@@ -123,3 +123,74 @@ def test_compiles_and_writes_in_place(target):
         ops.follow_token(*inputs, recent=2, decay=0.9, backend=target.backend)
         step(*other)
     assert all(torch.equal(a, b) for a, b in zip(inputs, other, strict=True))
+
+
+# --- record_token ------------------------------------------------------------------------------------------------------
+
+
+def _bit(history, row: int, place: int) -> int:
+    return int(history[row, place // 31]) >> (place % 31) & 1
+
+
+@pytest.mark.parametrize("group", [1, 4])
+@pytest.mark.parametrize("lengths", [[[9, 9]], [[5, 17, 1], [8, 2, 33]], [[1300]]], ids=str)
+@pytest.mark.parametrize(("window", "use_max"), [(2, False), (31, True), (63, False), (400, True)])
+def test_record_against_the_model(target, lengths, group, window, use_max):
+    scores, _, pos, logits, lse, start, length, _, newest = _inputs(lengths, 3, group, target.device)
+    words = -(-window // 31)
+    before = torch.randint(0, 2**31, (scores.shape[0], words), dtype=torch.int32)
+    history, received = before.clone().to(target.device), scores.clone()
+    old = scores.cpu().clone()
+    options = dict(window=window, use_max=use_max)
+    ops.record_token(history, received, pos, logits, lse, start, length, newest, **options, backend=target.backend)
+    history, received = history.cpu(), received.cpu()
+    touched = torch.zeros(len(old), dtype=torch.bool)
+    for b in range(start.shape[0]):
+        place = int(newest[b]) % window
+        for h in range(start.shape[1]):
+            n, first = int(length[b, h]), int(start[b, h])
+            mine = slice(h * group, (h + 1) * group)
+            weights = torch.exp(logits[b, mine, :n].cpu().double() - lse[b, mine, None].cpu().double())
+            used = weights.amax(0) if use_max else weights.mean(0)
+            for i in range(n):
+                row = first + i
+                touched[row] = True
+                is_new = int(pos[row]) == int(newest[b])
+                assert _bit(history, row, place) == int(used[i] < (1 - 1e-5) / n)
+                for other in set(range(words * 31)) - {place}:
+                    assert _bit(history, row, other) == (0 if is_new else _bit(before, row, other))
+                want = (0.0 if is_new else float(old[row])) * (1 - 1 / window) + float(weights[:, i].mean())
+                assert float(received[row]) == pytest.approx(want, abs=1e-6)
+    assert torch.equal(history[~touched], before[~touched]) and torch.equal(received[~touched], old[~touched])
+
+
+def test_record_compiles_and_writes_in_place(target):
+    backend = "aot_eager" if target.device == "cpu" else "inductor"
+    scores, _, pos, logits, lse, start, length, _, newest = _inputs([[9, 6]], 2, 2, target.device)
+    runs = []
+    for compiled in (False, True):
+        history = torch.zeros(scores.shape[0], 2, dtype=torch.int32, device=target.device)
+        received = scores.clone()
+
+        def step(*t):
+            ops.record_token(*t, window=40, backend=target.backend)
+
+        call = torch.compile(step, fullgraph=True, backend=backend) if compiled else step
+        for moved in range(3):
+            call(history, received, pos, logits, lse, start, length, newest + moved)
+        runs.append((history, received))
+    assert torch.equal(runs[0][0], runs[1][0]) and torch.equal(runs[0][1], runs[1][1])
+
+
+def test_opcheck(target):
+    if target.backend == "torch":
+        pytest.skip("the reference is no registered op")
+    checks = dict(test_utils=("test_schema", "test_autograd_registration", "test_faketensor"))
+    inputs = _inputs([[9, 6]], 2, 2, target.device)
+    rule = (0.9, math.log2(0.9), True, True, False, 1, 2)
+    torch.library.opcheck(torch.ops.kvsparse.follow_token, (*inputs, *rule), {}, **checks)
+    scores, _, pos, logits, lse, start, length, _, newest = inputs
+    history = torch.zeros(scores.shape[0], 2, dtype=torch.int32, device=target.device)
+    torch.library.opcheck(
+        torch.ops.kvsparse.record_token, (history, scores, pos, logits, lse, start, length, newest, 40, True), {}, **checks
+    )

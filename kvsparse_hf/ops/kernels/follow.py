@@ -1,4 +1,4 @@
-"""Scores of the kept entries after a decoded token, and the entry that the next one replaces: one launch a layer."""
+"""What a decoded token's attention leaves behind with the kept entries: scores or history. One launch a layer."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from ..reference.record import AVERAGE, HISTORY_BITS
 from ._math import contiguous, join_previous, launch_options, next_power_of_2, require_contiguous
 
 MAX_BLOCK = 1024
@@ -94,4 +95,68 @@ def follow_token(
         HEADS=heads, QUERY_HEADS=logits.shape[1], ACCUMULATE=accumulate, PER_QUERY=per_query, DECAYS=decay < 1.0,
         ACROSS=across_heads, HALF=recent < 0, BLOCK=min(MAX_BLOCK, max(16, next_power_of_2(width))), num_warps=4,
         **launch_options(scores.device),
+    )
+
+
+@triton.jit
+def _record_token_kernel(
+    History, Received, Pos, Logits, Lse, Start, Length, Newest, width, window, fade, average,
+    HEADS: tl.constexpr, GROUP: tl.constexpr, WORDS: tl.constexpr, BITS: tl.constexpr, USE_MAX: tl.constexpr,
+    BLOCK: tl.constexpr, DEPENDENT: tl.constexpr,
+):
+    """One (KV head, batch row)."""
+    join_previous(DEPENDENT, True)
+    head = tl.program_id(0)
+    batch = tl.program_id(1).to(tl.int64)
+    unit = batch * HEADS + head
+    first = unit * GROUP
+    length = tl.load(Length + unit).to(tl.int32)
+    newest = tl.load(Newest + batch).to(tl.int32)
+    first_row = tl.load(Start + unit).to(tl.int64)
+    word = newest % window // BITS
+    mask = tl.full([BLOCK], 1, tl.int32) << (newest % window % BITS)
+    for begin in range(0, length, BLOCK):
+        slot = begin + tl.arange(0, BLOCK)
+        ok = slot < length
+        mean = tl.zeros([BLOCK], tl.float32)
+        most = tl.zeros([BLOCK], tl.float32)
+        for g in range(GROUP):
+            logit = tl.load(Logits + (first + g) * width + slot, mask=ok, other=float("-inf"))
+            weight = tl.exp(logit - tl.load(Lse + first + g))
+            mean += weight
+            most = tl.maximum(most, weight)
+        mean = mean / GROUP
+        row = first_row + slot
+        is_new = tl.load(Pos + row, mask=ok, other=-1) == newest
+        received = tl.load(Received + row, mask=ok & (is_new == 0), other=0.0)
+        tl.store(Received + row, received * fade + mean, mask=ok)
+        below = (most if USE_MAX else mean) * length < average
+        bits = tl.load(History + row * WORDS + word, mask=ok & (is_new == 0), other=0)
+        bits = tl.where(below, bits | mask, bits & ~mask)
+        tl.store(History + row * WORDS + word, bits, mask=ok)
+        for w in range(WORDS):
+            tl.store(History + row * WORDS + w, tl.zeros([BLOCK], tl.int32), mask=ok & is_new & (word != w))
+
+
+def record_token(
+    history: Tensor,
+    received: Tensor,
+    pos: Tensor,
+    logits: Tensor,
+    lse: Tensor,
+    start: Tensor,
+    length: Tensor,
+    newest: Tensor,
+    window: int,
+    use_max: bool,
+) -> None:
+    """See :func:`kvsparse_hf.ops.record_token`."""
+    require_contiguous(history=history, received=received, pos=pos)
+    logits, lse, start, length, newest = contiguous(logits, lse, start, length, newest)
+    batch, heads = start.shape
+    width = logits.shape[-1]
+    _record_token_kernel[(heads, batch)](
+        history, received, pos, logits, lse, start, length, newest, width, window, 1.0 - 1.0 / window, AVERAGE,
+        HEADS=heads, GROUP=logits.shape[1] // heads, WORDS=history.shape[-1], BITS=HISTORY_BITS, USE_MAX=use_max,
+        BLOCK=min(MAX_BLOCK, max(16, next_power_of_2(width))), num_warps=4, **launch_options(history.device),
     )
