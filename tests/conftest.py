@@ -11,6 +11,22 @@ sys.path.insert(0, str(Path(__file__).parent))
 torch.set_num_threads(1)
 
 
+def pytest_addoption(parser):
+    parser.addoption("--core", action="store_true", help="of the methods under test, one for each kind of cache layer")
+
+
+def pytest_collection_modifyitems(config, items):
+    if not config.getoption("--core"):
+        return
+    from methods import CORE, METHODS
+
+    others = {case.id for case in METHODS} - {case.id for case in CORE}
+    cases = [getattr(getattr(item, "callspec", None), "params", {}).get("case") for item in items]
+    left_out = [getattr(case, "id", None) in others for case in cases]
+    config.hook.pytest_deselected(items=[item for item, out in zip(items, left_out, strict=True) if out])
+    items[:] = [item for item, out in zip(items, left_out, strict=True) if not out]
+
+
 @pytest.fixture(autouse=True)
 def _isolated():
     torch.manual_seed(0)

@@ -157,6 +157,8 @@ def kvsparse_mask(
         if mask is not None:
             return mask
         kv_length, q_offset, kv_offset = q_length, 0, 0  # a first forward, also where the cache starts over
+        if compat.COMPILEABLE_CACHE_NEEDS_MASK and compat.is_plain_causal(kwargs.get("mask_function")):
+            kwargs["allow_is_causal_skip"] = True
     base = base_of(config) if config is not None else "sdpa"
     return compat.base_mask_function(base)(batch_size, q_length, kv_length, q_offset, kv_offset, *args, **kwargs)
 

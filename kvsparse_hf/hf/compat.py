@@ -15,6 +15,7 @@ from ..errors import UnsupportedModelError
 
 __all__ = [
     "CACHE_ARGUMENT",
+    "COMPILEABLE_CACHE_NEEDS_MASK",
     "CROP_IS_RELATIVE",
     "base_attention_function",
     "base_mask_function",
@@ -33,6 +34,10 @@ __all__ = [
 
 # `past_key_values` became `cache` with 5.23/5.24; the mask functions take the same name as `generate()` and `forward`.
 CACHE_ARGUMENT = "cache" if "cache" in inspect.signature(create_causal_mask).parameters else "past_key_values"
+
+# Old versions build a mask of [N, N] for every prompt of a cache that can be compiled, which also costs the base attention its
+# causal kernel; newer ones do so for one-token steps alone, and let models have a say.
+COMPILEABLE_CACHE_NEEDS_MASK = "allow_is_causal_skip" not in inspect.signature(create_causal_mask).parameters
 
 # `crop(max_length)` with a final size up to 5.13, `crop(tokens_to_remove)` with a negative count since 5.16.
 CROP_IS_RELATIVE = "tokens_to_remove" in inspect.signature(DynamicLayer.crop).parameters
