@@ -165,13 +165,31 @@ def _check_page_scores(inputs: tuple, got: Tensor, how: str) -> float:
     return relative_error(got, _page_scores(inputs, how, "torch"))
 
 
-def _topk(inputs: tuple, backend: str) -> Tensor:
-    return ops.topk_pages(*inputs, BUDGET // PAGE, backend=backend)
+def _token_inputs(batch: int, tokens: int, dims: int) -> tuple:
+    length = torch.full((batch, HEADS), tokens, dtype=torch.int32, device="cuda")
+    return _randn(batch, HEADS_Q, dims), _randn(batch, HEADS, tokens, DIM), length
 
 
-def _torch_topk(inputs: tuple) -> Tensor:
+def _token_scores(inputs: tuple, backend: str) -> Tensor:
+    return ops.token_scores(*inputs, dims=inputs[0].shape[-1], scale=SCALE, backend=backend)
+
+
+def _topk(inputs: tuple, k: int, backend: str) -> Tensor:
+    return ops.topk_pages(*inputs, k, backend=backend)
+
+
+def _torch_topk(inputs: tuple, k: int) -> Tensor:
     """What one would write instead: the same indices, ascending, as int32."""
-    return torch.topk(*inputs, BUDGET // PAGE, dim=-1, sorted=False).indices.sort(-1).values.int()
+    return torch.topk(*inputs, k, dim=-1, sorted=False).indices.sort(-1).values.int()
+
+
+def _topk_case(batch: int, scores: int, k: int, shape: dict) -> Case:
+    return Case(
+        "topk_pages/-", shape | {"k": k}, 0, batch * HEADS * scores * 4,
+        lambda: (torch.rand(batch, HEADS, scores, device="cuda"),),
+        {"triton": functools.partial(_topk, k=k, backend="triton"), "torch": functools.partial(_torch_topk, k=k)},
+        lambda inputs, got: relative_error(got, _topk(inputs, k, "torch")),
+    )
 
 
 def selection_cases() -> Iterator[Case]:
@@ -182,12 +200,16 @@ def selection_cases() -> Iterator[Case]:
             yield Case(f"page_scores/{how}", shape, size, size, functools.partial(_page_inputs, batch, pages),
                        {"triton": functools.partial(_page_scores, how=how, backend="triton")},
                        functools.partial(_check_page_scores, how=how))
-        yield Case(
-            "topk_pages/-", shape | {"k": BUDGET // PAGE}, 0, batch * HEADS * pages * 4,
-            lambda batch=batch, pages=pages: (torch.rand(batch, HEADS, pages, device="cuda"),),
-            {"triton": functools.partial(_topk, backend="triton"), "torch": _torch_topk},
-            lambda inputs, got: relative_error(got, _topk(inputs, "torch")),
-        )
+        yield _topk_case(batch, pages, BUDGET // PAGE, shape)
+    for batch, tokens in ((1, 32768), (1, 131072), (8, 32768)):
+        shape = {"batch": batch, "context": tokens}
+        for dims in (DIM // 4, DIM):
+            size = batch * HEADS * tokens * dims * 2
+            yield Case("token_scores/softmax_mean", shape | {"dims": dims}, size, size,
+                       functools.partial(_token_inputs, batch, tokens, dims),
+                       {"triton": functools.partial(_token_scores, backend="triton")},
+                       lambda inputs, got: relative_error(got, _token_scores(inputs, "torch")))
+        yield _topk_case(batch, tokens, BUDGET, shape)
 
 
 # what happens once a prompt

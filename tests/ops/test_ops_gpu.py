@@ -79,6 +79,17 @@ def test_page_scores_and_topk(cuda, pages):
             assert torch.equal(got, ops.topk_pages(scores, k, backend="torch"))
 
 
+@pytest.mark.parametrize("tokens, dims", [(1000, 128), (32768, 32), (131072, 32)])
+def test_token_scores_and_topk(cuda, tokens, dims):
+    keys = torch.randn(1, 8, tokens, 128, dtype=BF16, device=cuda)
+    q = torch.randn(1, 32, dims, dtype=BF16, device=cuda)
+    length = torch.full((1, 8), tokens - 3, dtype=torch.int32, device=cuda)
+    options = dict(dims=dims, scale=0.1, sinks=4, recent=16)
+    scores = ops.token_scores(q, keys, length, backend="triton", **options)
+    assert_near(scores, ops.token_scores(q, keys, length, backend="torch", **options), BF16, factor=0.3)
+    assert torch.equal(ops.topk_pages(scores, 2048, backend="triton"), ops.topk_pages(scores, 2048, backend="torch"))
+
+
 def test_offsets_past_two_to_the_31(cuda):
     if torch.cuda.get_device_properties(0).total_memory < 40e9:
         pytest.skip("needs 40 GB of GPU memory")

@@ -88,6 +88,52 @@ def test_bound_holds_for_every_key(target):
     assert (bound >= best - 1e-4).all()
 
 
+def _tokens_oracle(q, keys, length, dims, scale, how, softcap=0.0, sinks=0, recent=0):
+    q, keys = q.double().cpu(), keys.double().cpu()
+    batch, heads, tokens, _ = keys.shape
+    group = q.shape[1] // heads
+    out = torch.full((batch, heads, tokens), -math.inf, dtype=torch.float64)
+    for b in range(batch):
+        for h in range(heads):
+            count = int(length[b, h])
+            if count == 0:
+                continue
+            rows = q[b, h * group : (h + 1) * group] @ keys[b, h, :count, :dims].T * scale
+            if softcap:
+                rows = (rows / softcap).tanh() * softcap
+            if how == "softmax_mean":
+                rows = rows.softmax(-1)
+            out[b, h, :count] = rows.amax(0) if how == "max" else rows.mean(0)
+            out[b, h, : min(sinks, count)] = math.inf
+            out[b, h, max(0, count - recent) : count] = math.inf
+    return out
+
+
+@pytest.mark.parametrize("how", ["softmax_mean", "max", "mean"])
+@pytest.mark.parametrize("heads, group, dim, dims", [(1, 1, 32, 32), (2, 4, 64, 16), (3, 7, 80, 20)])
+@pytest.mark.parametrize("softcap", [0.0, 1.5])
+def test_token_scores(target, heads, group, dim, dims, how, softcap):
+    keys = torch.randn(2, heads, 301, dim, device=target.device)
+    length = torch.randint(1, 300, (2, heads), dtype=torch.int32)
+    length[0, 0], length[1, 0] = 0, 301
+    length = length.to(target.device)
+    keys[0, 0] = float("nan")  # nothing valid there
+    keys[..., dims:] = float("nan")  # not to be read
+    q = torch.randn(2, heads * group, dims, device=target.device)
+    got = ops.token_scores(q, keys, length, dims=dims, scale=0.3, softcap=softcap, group_reduce=how, sinks=2, recent=3,
+                           backend=target.backend)
+    assert_near(got, _tokens_oracle(q, keys, length, dims, 0.3, how, softcap, 2, 3))
+
+
+def test_token_scores_half_precision(target):
+    dtype = target.runnable(torch.bfloat16)
+    keys = torch.randn(1, 2, 1500, 128).to(dtype).to(target.device)
+    q = torch.randn(1, 8, 128).to(dtype).to(target.device)
+    length = torch.tensor([[1500, 77]], dtype=torch.int32, device=target.device)
+    got = ops.token_scores(q, keys, length, dims=128, scale=0.1, backend=target.backend)
+    assert_near(got, _tokens_oracle(q, keys, length, 128, 0.1, "softmax_mean"), torch.float32, factor=10)
+
+
 def _topk_oracle(row: list[float], k: int) -> list[int]:
     usable = [i for i, x in enumerate(row) if x > -math.inf]  # False for NaN
     best = sorted(sorted(usable, key=lambda i: (-row[i], i))[:k])

@@ -174,6 +174,8 @@ def test_opcheck_others(opcheck_device):
         dict(max_len=9, scale=0.3, return_lse=True), **check)
     torch.library.opcheck(torch.ops.kvsparse.column_sums, (q.unsqueeze(2), new), dict(scale=0.3), **check)
     summary = torch.randn(1, 2, 3, 2, 16, device=device)
+    tokens = torch.randn(1, 2, 40, 16, device=device)
+    torch.library.opcheck(torch.ops.kvsparse.token_scores, (q, tokens, length), dict(dims=16, scale=0.3), **check)
     torch.library.opcheck(torch.ops.kvsparse.page_scores, (q, summary, length), dict(page_size=4, scale=0.3), **check)
     torch.library.opcheck(torch.ops.kvsparse.topk_pages, (torch.randn(1, 2, 9, device=device), 3), {}, **check)
 

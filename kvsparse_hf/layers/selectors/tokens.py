@@ -5,6 +5,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
+from ... import ops
 from ...policy.basis import key_basis
 from ...policy.reading import force, key_logits, masked_softmax, reduce_logits
 from ..base import AttentionCall
@@ -18,27 +19,35 @@ class TokenSelector(Selector):
     def refresh(self, store: RaggedStore, since: int) -> None:
         """Nothing to do: the stored keys themselves are scored."""
 
-    def logits(self, query: Tensor, store: RaggedStore, call: AttentionCall) -> Tensor:
-        """`[B, H, G, C]` logits that rank the tokens."""
-        return key_logits(query, dense_view(store, store.keys), call.scale, call.softcap)
+    def ranking_channels(self, store: RaggedStore) -> int:
+        """Leading channels of query and key that rank the tokens."""
+        return store.keys.shape[-1]
 
     def select(self, query: Tensor, store: RaggedStore, call: AttentionCall) -> Selection:
-        logits = self.logits(query, store, call)
-        slot = torch.arange(logits.shape[-1], device=logits.device)
-        logits = torch.where((slot < store.length.unsqueeze(-1)).unsqueeze(2), logits, float("-inf"))
-        scores = force(reduce_logits(logits, self.reduce).float(), store.length, self.sinks, self.recent)
-        return Selection(self.top(scores), self.remember(logits))
+        if self.reduce != "none":
+            return Selection(self.top(self._scores(query, store, call, self.reduce)))
+        # One query head of every group at a time, each against all the keys.
+        grouped = query.unflatten(1, (store.heads, -1))
+        scores = [self._scores(grouped[:, :, g], store, call, "max") for g in range(grouped.shape[2])]
+        return Selection(self.top(torch.stack(scores, dim=2).flatten(1, 2)))
 
-    def remember(self, logits: Tensor) -> tuple[Tensor, ...]:
-        """What `finish` needs of the logits."""
-        return ()
+    def _scores(self, query: Tensor, store: RaggedStore, call: AttentionCall, reduce: str) -> Tensor:
+        dims = self.ranking_channels(store)
+        return ops.token_scores(
+            query[..., :dims],
+            dense_view(store, store.keys),
+            store.length,
+            dims=dims,
+            scale=call.scale,
+            softcap=call.softcap,
+            group_reduce=reduce,
+            sinks=self.sinks,
+            recent=self.recent,
+            backend=self.backend,
+        )
 
     def bytes_read(self, store: RaggedStore, group: int) -> int:
-        return int(store.length.sum()) * self.scored_channels(store) * store.keys.element_size()
-
-    def scored_channels(self, store: RaggedStore) -> int:
-        """Channels of every key that the scoring brings in from memory."""
-        return store.keys.shape[-1]
+        return int(store.length.sum()) * self.ranking_channels(store) * store.keys.element_size()
 
 
 class LowRankSelector(TokenSelector):
@@ -78,11 +87,7 @@ class LowRankSelector(TokenSelector):
         grouped = states.unflatten(1, (self.basis.shape[1], -1)).flatten(2, -2)
         return (grouped.to(self.basis.dtype) @ self.basis).to(states.dtype).view(states.shape)
 
-    def logits(self, query: Tensor, store: RaggedStore, call: AttentionCall) -> Tensor:
-        leading = dense_view(store, store.keys)[..., : self.components]
-        return key_logits(query[..., : self.components], leading, call.scale, call.softcap)
-
-    def scored_channels(self, store: RaggedStore) -> int:
+    def ranking_channels(self, store: RaggedStore) -> int:
         return self.components
 
     def select_batch(self, index: Tensor) -> None:
@@ -102,7 +107,7 @@ class LowRankSelector(TokenSelector):
         self._fitted = saved["fitted"]
 
 
-class ChannelSelector(TokenSelector):
+class ChannelSelector(Selector):
     """SparQ: the channels in which the queries of a group are largest rank the tokens; the mean value stands for the rest.
 
     Args:
@@ -135,7 +140,15 @@ class ChannelSelector(TokenSelector):
             slot = (store.length.long() - 1).clamp(min=0)[..., None, None].expand(-1, -1, key.shape[-1], 1)
             self.key_channels.scatter_(3, slot, key.to(self.key_channels.dtype).unsqueeze(-1))
 
-    def logits(self, query: Tensor, store: RaggedStore, call: AttentionCall) -> Tensor:
+    def select(self, query: Tensor, store: RaggedStore, call: AttentionCall) -> Selection:
+        logits = self._logits(query, store, call)
+        slot = torch.arange(logits.shape[-1], device=logits.device)
+        logits = torch.where((slot < store.length.unsqueeze(-1)).unsqueeze(2), logits, float("-inf"))
+        scores = force(reduce_logits(logits, self.reduce).float(), store.length, self.sinks, self.recent)
+        return Selection(self.top(scores), (masked_softmax(logits)[0],))
+
+    def _logits(self, query: Tensor, store: RaggedStore, call: AttentionCall) -> Tensor:
+        """`[B, H, G, C]` approximate logits."""
         grouped = query.unflatten(1, (store.heads, -1))
         size = grouped.abs().float()
         channels = size.sum(2).topk(self.channels, dim=-1).indices.unsqueeze(2)  # [B, H, 1, r]
@@ -149,9 +162,6 @@ class ChannelSelector(TokenSelector):
         # Published temperature: sqrt(d |q_I| / |q|), here relative to the model's own scale.
         share = (chosen.abs().float().sum(-1) / size.sum(-1).clamp(min=1e-20)).clamp(min=1e-20)
         return key_logits(chosen.flatten(1, 2), keys, call.scale) / share.sqrt().unsqueeze(-1)
-
-    def remember(self, logits: Tensor) -> tuple[Tensor, ...]:
-        return (masked_softmax(logits)[0],)
 
     def finish(
         self, out: Tensor, lse: Tensor | None, selection: Selection, store: RaggedStore, call: AttentionCall
@@ -170,6 +180,7 @@ class ChannelSelector(TokenSelector):
             out = out / (1 - taken + taken * share)
         return (share * out + rest).to(out.dtype)
 
-    def scored_channels(self, store: RaggedStore) -> int:
+    def bytes_read(self, store: RaggedStore, group: int) -> int:
         # Channels of a token-major key share memory sectors with the others: the whole key comes in.
-        return self.channels if self.channel_major else store.keys.shape[-1]
+        channels = self.channels if self.channel_major else store.keys.shape[-1]
+        return int(store.length.sum()) * channels * store.keys.element_size()

@@ -7,6 +7,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from ..reference._common import check_reduction
 from ._math import (
     LOG2E,
     dot_precision,
@@ -22,10 +23,10 @@ from .plan import plan_pages
 
 
 @triton.jit
-def _forced(scores, page, valid_pages, sink_pages, recent_pages):
+def forced(scores, page, valid_pages, sink_pages, recent_pages):
     """-inf beyond the valid pages, +inf on the pages that must be chosen."""
-    forced = (page < sink_pages) | (page >= valid_pages - recent_pages)
-    return tl.where(page < valid_pages, tl.where(forced, float("inf"), scores), float("-inf"))
+    always = (page < sink_pages) | (page >= valid_pages - recent_pages)
+    return tl.where(page < valid_pages, tl.where(always, float("inf"), scores), float("-inf"))
 
 
 @triton.jit
@@ -78,7 +79,7 @@ def _page_bound_kernel(
             reduced = tl.max(tl.where(g_ok[:, None], bound, float("-inf")), 0)
         else:
             reduced = tl.sum(bound, 0) / GROUP
-        tl.store(Out + unit * num_pages + page, _forced(reduced, page, valid_pages, sink_pages, recent_pages),
+        tl.store(Out + unit * num_pages + page, forced(reduced, page, valid_pages, sink_pages, recent_pages),
                  mask=page < num_pages)
 
 
@@ -105,8 +106,28 @@ def _page_softmax_kernel(
     mass = tl.sum(masses * tl.exp2(peaks - peak[:, None]), 1)
     share = tl.exp2(bounds - peak[:, None]) / tl.where(mass > 0, mass, 1.0)[:, None]
     mean = tl.sum(share, 0) / GROUP
-    tl.store(Out + unit * num_pages + page, _forced(mean, page, valid_pages, sink_pages, recent_pages),
+    tl.store(Out + unit * num_pages + page, forced(mean, page, valid_pages, sink_pages, recent_pages),
              mask=page < num_pages)
+
+
+def softmax_over_blocks(
+    bounds: Tensor,
+    parts: Tensor,
+    length: Tensor,
+    out: Tensor,
+    page_size: int,
+    sink_pages: int,
+    recent_pages: int,
+    block: int,
+) -> None:
+    """Second pass of "softmax_mean": bounds [B, Hq, P] and parts [2, B * Hq, blocks] of the first, out [B, H, P]."""
+    batch, heads, pages = out.shape
+    group, blocks = bounds.shape[1] // heads, parts.shape[-1]
+    _page_softmax_kernel[(triton.cdiv(pages, block), heads, batch)](
+        bounds, parts[0], parts[1], length, out, pages, blocks, page_size, sink_pages, recent_pages,
+        HEADS=heads, GROUP=group, BLOCK_G=next_power_of_2(group), BLOCKS=next_power_of_2(blocks), BLOCK_P=block,
+        num_warps=4, **launch_options(out.device),
+    )
 
 
 def page_scores(
@@ -121,8 +142,7 @@ def page_scores(
     recent_pages: int,
 ) -> Tensor:
     """See :func:`kvsparse_hf.ops.page_scores`."""
-    if group_reduce not in ("softmax_mean", "max", "mean"):
-        raise ValueError(f"group_reduce must be 'softmax_mean', 'max' or 'mean', got {group_reduce!r}")
+    check_reduction(group_reduce)
     batch, heads, pages, _, dim = summary.shape
     group = q.shape[1] // heads
     require_contiguous(summary=summary)
@@ -144,10 +164,5 @@ def page_scores(
         num_warps=plan.warps, num_stages=1,
     )
     if softmax:
-        _page_softmax_kernel[(triton.cdiv(pages, plan.softmax_pages), heads, batch)](
-            bounds, parts[0], parts[1], length, out, pages, blocks, page_size, sink_pages, recent_pages,
-            HEADS=heads, GROUP=group, BLOCK_G=next_power_of_2(group), BLOCKS=next_power_of_2(blocks),
-            BLOCK_P=plan.softmax_pages,
-            num_warps=4, **launch_options(q.device),
-        )
+        softmax_over_blocks(bounds, parts, length, out, page_size, sink_pages, recent_pages, plan.softmax_pages)
     return out

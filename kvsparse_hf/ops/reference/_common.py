@@ -40,3 +40,18 @@ def reduce_group(x: Tensor, heads: int, how: str, dim: int = 1) -> Tensor:
     if how == "max":
         return grouped.amax(dim + 1)
     raise ValueError(f"group_reduce must be 'mean', 'max' or 'sum', got {how!r}")
+
+
+def check_reduction(how: str) -> None:
+    if how not in ("softmax_mean", "max", "mean"):
+        raise ValueError(f"group_reduce must be 'softmax_mean', 'max' or 'mean', got {how!r}")
+
+
+def rank_scores(logits: Tensor, how: str, valid: Tensor, forced: Tensor) -> Tensor:
+    """[B, H, G, N] logits as fp32 scores [B, H, N]: reduced over the group, +inf where forced, -inf where not valid."""
+    check_reduction(how)
+    scores = torch.where(valid.unsqueeze(2), logits, NEG_INF)
+    if how == "softmax_mean":
+        scores, how = safe_softmax(scores)[0], "mean"
+    reduced = reduce_group(scores.flatten(1, 2), scores.shape[1], how)
+    return torch.where(valid, torch.where(forced, float("inf"), reduced), NEG_INF).float()

@@ -1,11 +1,11 @@
-"""Page selection: upper bounds from page summaries, and the exact top-k of them."""
+"""Selection: scores of pages from their summaries, of tokens from their keys, and the exact top-k of them."""
 
 from __future__ import annotations
 
 import torch
 from torch import Tensor
 
-from ._common import NEG_INF, acc_dtype, reduce_group, safe_softmax
+from ._common import NEG_INF, acc_dtype, apply_softcap, rank_scores
 
 
 def page_scores(
@@ -44,14 +44,42 @@ def page_scores(
     bounds = torch.where(valid[..., None, None], summary, 0).to(acc)
     upper = queries.clamp(min=0) @ bounds[:, :, :, 0].transpose(-1, -2)
     lower = queries.clamp(max=0) @ bounds[:, :, :, 1].transpose(-1, -2)
-    scores = torch.where(valid.unsqueeze(2), (upper + lower) * scale, NEG_INF)  # [B, H, G, P]
-    if group_reduce == "softmax_mean":
-        scores, group_reduce = safe_softmax(scores)[0], "mean"
-    elif group_reduce not in ("max", "mean"):
-        raise ValueError(f"group_reduce must be 'softmax_mean', 'max' or 'mean', got {group_reduce!r}")
-    reduced = reduce_group(scores.flatten(1, 2), heads, group_reduce)
     forced = (page < sink_pages) | (page >= valid_pages - recent_pages)
-    return torch.where(valid, torch.where(forced, float("inf"), reduced), NEG_INF).float()
+    return rank_scores((upper + lower) * scale, group_reduce, valid, forced)
+
+
+def token_scores(
+    q: Tensor,
+    keys: Tensor,
+    length: Tensor,
+    *,
+    dims: int,
+    scale: float,
+    softcap: float = 0.0,
+    group_reduce: str = "softmax_mean",
+    sinks: int = 0,
+    recent: int = 0,
+) -> Tensor:
+    """Logits of q against the first ``dims`` components of every key, reduced over the query heads of a KV head.
+
+    Args:
+        q: [B, Hq, dims].
+        keys: [B, H, C, D] with D >= dims.
+        length: [B, H], valid entries; later ones give -inf.
+        scale: factor of q @ k; softcap: c > 0 turns a logit s into c * tanh(s / c).
+        group_reduce: as in :func:`page_scores`.
+        sinks, recent: so many first and last valid tokens get +inf: they are always chosen.
+
+    Returns:
+        fp32 [B, H, C].
+    """
+    acc = acc_dtype(q)
+    queries = q.to(acc).unflatten(1, (keys.shape[1], -1))
+    token = torch.arange(keys.shape[2], device=q.device)
+    valid = token < length.unsqueeze(-1)  # [B, H, C]
+    leading = torch.where(valid.unsqueeze(-1), keys[..., :dims], 0).to(acc)
+    logits = apply_softcap(queries @ leading.transpose(-1, -2) * scale, softcap)
+    return rank_scores(logits, group_reduce, valid, (token < sinks) | (token >= length.unsqueeze(-1) - recent))
 
 
 def topk_pages(scores: Tensor, k: int) -> Tensor:
