@@ -30,7 +30,7 @@ def generate(
     dtype: Annotated[str, Option(help="auto, float32, bfloat16 or float16.")] = "auto",
 ) -> None:
     """Generate greedily with a sparse cache. Text goes to standard output, the cache's report to standard error."""
-    text = _read_prompt(prompt, file)
+    text = read_prompt(prompt, file)
     options = parse_options(option or [])
     read_preset(preset)  # a wrong name is refused before the model is loaded
     where = choose_device(device)
@@ -48,7 +48,8 @@ def generate(
     Console(stderr=True, highlight=False).print(f"\n{cache.report()}", markup=False)
 
 
-def _read_prompt(prompt: str | None, file: Path | None) -> str:
+def read_prompt(prompt: str | None, file: Path | None) -> str:
+    """The prompt itself, or that of a file; exactly one of them must be given."""
     if (prompt is None) == (file is None):
         raise KVSparseError("give either --prompt or --file.")
     if prompt is None:
