@@ -173,7 +173,8 @@ def draw(results: Path, plot: Path) -> None:
     for index, case in enumerate(dict.fromkeys(case for case, _ in points)):
         mine = sorted((share, row["value"], row["se"]) for (name, share), row in points.items() if name == case)
         share, value, error = zip(*mine, strict=True)
-        axes.errorbar(share, value, yerr=error, marker="ov^sDPX*"[index % 8], capsize=2, lw=1, label=case)
+        axes.errorbar(share, value, yerr=error, marker="ov^sDPX*"[index % 8], ls="-" if index < 10 else "--",
+                      capsize=2, lw=1, label=case)
     shape = next(iter(points.values()))["shape"]
     axes.axhline(0.0, color="black", lw=0.8)
     axes.set(
@@ -183,6 +184,7 @@ def draw(results: Path, plot: Path) -> None:
         xticks=SHARES,
     )
     axes.set_yscale("symlog", linthresh=0.1)
+    axes.set_ylim(bottom=-0.05)
     axes.legend(fontsize=7, ncols=2)
     figure.tight_layout()
     figure.savefig(plot, dpi=120)
