@@ -1,0 +1,152 @@
+"""Train the recall model: a Llama of a few million parameters that finds facts in 2K tokens and solves chains of sums.
+
+    python examples/train_recall_model.py --output recall-model             # one GPU, under ten minutes
+    python examples/train_recall_model.py --output small --tiny             # a laptop, to see that it learns
+
+Batches are drawn on the device, so nothing is read. Short texts come first and long ones later: the model finds out how to
+look things up where there is little to look through. Prints the share of exactly right answers with the full cache.
+"""
+
+import argparse
+import math
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from kvsparse_hf.recall.tasks import ASK, Batch, chains_batch, facts_batch
+from kvsparse_hf.recall.vocabulary import IDS, WORDS, make_tokenizer
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Sizes of the model and of its training.
+
+    Attributes:
+        length: tokens of the longest text of facts; steps: of the longest chain.
+        tokens: of a batch.
+        grow: share of the training over which texts grow to their full length.
+    """
+
+    hidden: int = 256
+    layers: int = 6
+    length: int = 2048
+    steps: int = 40
+    tokens: int = 131_072
+    rate: float = 2e-3
+    grow: float = 0.6
+
+
+TINY = Plan(hidden=128, layers=3, length=96, steps=4, tokens=2_048)
+
+
+def make_model(plan: Plan) -> LlamaForCausalLM:
+    config = LlamaConfig(
+        vocab_size=64 * math.ceil(len(WORDS) / 64),
+        hidden_size=plan.hidden,
+        intermediate_size=2 * plan.hidden,
+        num_hidden_layers=plan.layers,
+        num_attention_heads=plan.hidden // 32,
+        num_key_value_heads=plan.hidden // 64,
+        head_dim=32,
+        max_position_embeddings=2 * plan.length,
+        tie_word_embeddings=True,
+        bos_token_id=IDS["<s>"],
+        eos_token_id=IDS["</s>"],
+        pad_token_id=IDS["<pad>"],
+    )
+    return LlamaForCausalLM(config)
+
+
+def draw_batch(plan: Plan, done: float, step: int, generator: torch.Generator, device: torch.device) -> Batch:
+    """One batch of facts or chains, in turns; its size is drawn up to what the progress `done` (0 … 1) allows."""
+    reach = min(1.0, 0.05 + done / plan.grow)
+    share = reach * (0.3 + 0.7 * float(torch.rand((), generator=generator, device=device)))
+    if step % 2:
+        steps = max(3, round(share * plan.steps))
+        filler = int(torch.randint(steps + 1, (), generator=generator, device=device))
+        rows = max(1, plan.tokens // (10 * steps + 5 * (steps + filler)))
+        return chains_batch(rows, steps, filler, generator, device)
+    length = max(48, round(share * plan.length))
+    asked = max(1, min(32, length // (3 * ASK)))
+    facts = max(2, int((length // 6) * float(torch.rand((), generator=generator, device=device))))
+    return facts_batch(max(1, plan.tokens // length), length, facts, asked, generator, device)
+
+
+def loss_of(model, batch: Batch) -> Tensor:
+    """Mean cross-entropy of the labelled tokens. Only their logits are computed."""
+    hidden = model.model(input_ids=batch.ids[:, :-1], use_cache=False).last_hidden_state
+    wanted = batch.labels[:, 1:]
+    chosen = wanted >= 0
+    return torch.nn.functional.cross_entropy(model.lm_head(hidden[chosen]).float(), wanted[chosen])
+
+
+@torch.no_grad()
+def exact(model, plan: Plan, seed: int, device: torch.device, texts: int = 256) -> dict[str, float]:
+    """Share of answers of which every token is the likeliest one, with everything attended to, at full length."""
+    found = {}
+    for task in ("facts", "chains"):
+        generator, right = torch.Generator(device).manual_seed(seed), []
+        for _ in range(math.ceil(texts / 16)):
+            if task == "facts":
+                batch = facts_batch(16, plan.length, plan.length // 12, 1, generator, device)
+            else:
+                batch = chains_batch(16, plan.steps, plan.steps // 2, generator, device)
+            logits = model(input_ids=batch.ids[:, :-1], use_cache=False).logits
+            wanted = batch.labels[:, 1:]
+            right.append(((logits.argmax(-1) == wanted) | (wanted < 0)).all(1))
+        found[task] = float(torch.cat(right).float().mean())
+    return found
+
+
+def train(plan: Plan, minutes: float, device: torch.device, seed: int) -> LlamaForCausalLM:
+    torch.manual_seed(seed)
+    model = make_model(plan).to(device)
+    print(f"{sum(p.numel() for p in model.parameters()):,} parameters on {device}", flush=True)
+    decayed = [p for p in model.parameters() if p.dim() > 1]
+    others = [p for p in model.parameters() if p.dim() <= 1]
+    groups = [{"params": decayed, "weight_decay": 0.05}, {"params": others, "weight_decay": 0.0}]
+    optimizer = torch.optim.AdamW(groups, lr=plan.rate, betas=(0.9, 0.98), fused=device.type == "cuda")
+    generator = torch.Generator(device).manual_seed(seed)
+    begin, step, losses = time.perf_counter(), 0, {0: 0.0, 1: 0.0}
+    while (done := (time.perf_counter() - begin) / (60 * minutes)) < 1:
+        rate = plan.rate * min(1.0, (step + 1) / 200) * (1.0 if done < 0.5 else max(0.02, 2 - 2 * done))
+        for group in optimizer.param_groups:
+            group["lr"] = rate
+        batch = draw_batch(plan, done, step, generator, device)
+        with torch.autocast(device.type, torch.bfloat16, enabled=device.type == "cuda"):
+            loss = loss_of(model, batch)
+        optimizer.zero_grad(set_to_none=True)
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        if step % 100 < 2:  # one of each task; reading it waits for the device
+            losses[step % 2] = float(loss.detach())
+        if step % 100 == 1:
+            print(f"step {step:6d} {done:4.0%}  facts {losses[0]:.4f}  chains {losses[1]:.4f}", flush=True)
+        if step % 1000 == 999:
+            print(f"step {step:6d}       exact at full length:", exact(model, plan, seed + 1, device, 64), flush=True)
+        step += 1
+    return model.eval()
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--output", type=Path, required=True, help="folder for the model and its tokenizer")
+    parser.add_argument("--minutes", type=float, default=9.0)
+    parser.add_argument("--tiny", action="store_true", help="short texts and a smaller model, for a CPU")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    arguments = parser.parse_args()
+    plan, device = TINY if arguments.tiny else Plan(), torch.device(arguments.device)
+    model = train(plan, arguments.minutes, device, arguments.seed).to(torch.bfloat16)
+    print("exactly right, bfloat16 weights:", exact(model, plan, arguments.seed + 2, device))
+    model.save_pretrained(arguments.output)
+    make_tokenizer().save_pretrained(arguments.output)
+
+
+if __name__ == "__main__":
+    main()
