@@ -1,6 +1,6 @@
 """SnapKV: the prompt's last queries choose which earlier tokens stay."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 import torch
@@ -11,6 +11,7 @@ from .. import ops
 from ..policy.base import Candidates, Policy
 from ..policy.budgets import Budget
 from ..policy.pooling import pool_scores
+from ..policy.received import received_attention
 from ..registry import register_method
 from .evicting import EvictingCache
 from .periodic import PeriodicOptions
@@ -41,6 +42,10 @@ class WindowPolicy(Policy):
     def newest_queries(self) -> int:
         return self.window
 
+    @property
+    def queries_read(self) -> int:
+        return self.window
+
     def scores(self, candidates: Candidates) -> Tensor:
         """`[B, H, N]`; the window itself is protected by index and scores 0."""
         return window_attention(candidates, self.window, self.kernel, self.pooling, self.reduce, self.backend)
@@ -58,17 +63,22 @@ def window_attention(
     batch, heads, length = candidates.keys.shape[:3]
     window = min(window, candidates.query.shape[2], length)
     query = candidates.query[:, :, -window:]
-    group = query.shape[1] // heads
-    # Heads become rows, because the kept tokens of a ragged layer leave each head another padding.
-    scores = ops.window_scores(
-        query.reshape(batch * heads, group, window, -1),
-        candidates.keys.reshape(batch * heads, 1, length, -1),
-        scale=candidates.scale,
-        pad=candidates.pad.reshape(-1).to(torch.int32),
-        softcap=candidates.softcap,
-        group_reduce=reduce,
-        backend=backend,
-    ).view(batch, heads, length)
+    if candidates.sinks is not None:
+        # Learned sinks take their part of every query's attention, so the denominators must be known first.
+        lse = None if candidates.lse is None else candidates.lse[:, :, -window:]
+        scores = received_attention(replace(candidates, query=query, lse=lse), 1.0, reduce, backend)
+    else:
+        group = query.shape[1] // heads
+        # Heads become rows, because the kept tokens of a ragged layer leave each head another padding.
+        scores = ops.window_scores(
+            query.reshape(batch * heads, group, window, -1),
+            candidates.keys.reshape(batch * heads, 1, length, -1),
+            scale=candidates.scale,
+            pad=candidates.pad.reshape(-1).to(torch.int32),
+            softcap=candidates.softcap,
+            group_reduce=reduce,
+            backend=backend,
+        ).view(batch, heads, length)
     before = pool_scores(scores[..., : length - window], candidates.pad, kernel, pooling)
     return torch.cat((before, scores.new_zeros(batch, heads, window)), dim=-1)
 
@@ -120,6 +130,7 @@ class SnapKVCache(EvictingCache):
     paper = "arXiv 2404.14469"
     needs = "the last queries of the prompt"
     prefix_safe = False
+    other_actions = True
     Options = SnapKVOptions
 
     def make_policy(self, layer_idx: int) -> Policy:

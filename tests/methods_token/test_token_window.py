@@ -8,6 +8,8 @@ from transformers import LlamaForCausalLM
 
 from kvsparse_hf import PyramidKVCache, SnapKVCache
 from kvsparse_hf.hf.compat import CACHE_ARGUMENT
+from kvsparse_hf.methods.snapkv import window_attention
+from kvsparse_hf.policy.base import Candidates
 from kvsparse_hf.policy.depth import pyramid, weighted
 
 
@@ -179,3 +181,34 @@ def test_last_layers_choice_follows_the_schedule():
             start, length = int(layer.store.start[0, head]), int(layer.store.length[0, head])
             kept = layer.store.positions[start : start + length].tolist()
             assert kept == window_choice(Row(*seen[index]), head, SCALE, read, read[-8:], count, 0, 0, 7)
+
+
+@pytest.mark.parametrize("earlier", [False, True], ids=["prompt", "ragged turn"])
+@pytest.mark.parametrize("reduce", ["mean", "max", "sum"])
+def test_learned_sinks_take_their_part(reduce, earlier):
+    """gpt-oss: an extra logit per query head in every denominator. Against loops in fp64; without it other tokens win."""
+    window, length, heads, group, dim = 4, 30, 2, 3, 16
+    generator = torch.Generator().manual_seed(3)
+    query = torch.randn(2, heads * group, 9, dim, generator=generator)
+    keys = torch.randn(2, heads, length, dim, generator=generator)
+    sinks = torch.randn(heads * group, generator=generator) * 3
+    pad = torch.tensor([[0, 0], [11, 11]]) if not earlier else torch.tensor([[0, 4], [11, 7]])
+    positions = torch.arange(length).expand(2, heads, -1) - pad.unsqueeze(-1)
+    candidates = Candidates(query, keys, keys, positions, pad, 0.3, 0.0, sinks, 0, 2)
+    got = window_attention(candidates, window, 1, "max", reduce, "torch")
+    for row in range(2):
+        for head in range(heads):
+            first = int(pad[row, head])
+            sums = []
+            for member in range(head * group, (head + 1) * group):
+                total = torch.zeros(length, dtype=torch.float64)
+                for back in range(window):
+                    last = length - 1 - back
+                    logits = keys[row, head, first : last + 1].double() @ query[row, member, -1 - back].double() * 0.3
+                    denominator = logits.exp().sum() + sinks[member].double().exp()
+                    total[first : last + 1] += logits.exp() / denominator
+                sums.append(total)
+            stacked = torch.stack(sums)
+            want = {"mean": stacked.mean(0), "max": stacked.amax(0), "sum": stacked.sum(0)}[reduce]
+            want[-window:] = 0
+            torch.testing.assert_close(got[row, head].double(), want, atol=1e-5, rtol=1e-4)
