@@ -9,26 +9,39 @@ from .dispatch import (
     chunk_attention,
     column_sums,
     decode_attention,
+    decode_attention_quantized,
     follow_token,
     gather_rows,
+    merge_attention,
     page_scores,
     record_token,
     store_token,
+    token_scores,
     topk_pages,
     window_scores,
 )
 from .errors import BackendError
+from .hot import hot_append, hot_fetch, hot_plan
+from .reference import dequantize, quantize
 
 __all__ = [
     "BackendError",
     "chunk_attention",
     "column_sums",
     "decode_attention",
+    "decode_attention_quantized",
+    "dequantize",
     "follow_token",
     "gather_rows",
+    "hot_append",
+    "hot_fetch",
+    "hot_plan",
+    "merge_attention",
     "page_scores",
+    "quantize",
     "record_token",
     "store_token",
+    "token_scores",
     "topk_pages",
     "window_scores",
 ]

@@ -31,7 +31,7 @@ def _triton_obstacle(device: torch.device, dtypes: tuple[torch.dtype, ...], dims
     if device.type != "cuda" and not interpreting():
         return f"its kernels run on CUDA devices, not on {device.type!r}"
     for dtype in dtypes:
-        if dtype not in _KERNEL_DTYPES:
+        if dtype.is_floating_point and dtype not in _KERNEL_DTYPES:
             return f"its kernels take float16, bfloat16 and float32, not {str(dtype).removeprefix('torch.')}"
     if dims and max(dims) > MAX_HEAD_DIM:
         return f"its kernels take head sizes up to {MAX_HEAD_DIM}, not {max(dims)}"

@@ -55,6 +55,7 @@ def launch_decode_attention(
     sinks: Tensor | None = None,
     pages: Tensor | None = None,
     page_size: int = 0,
+    page_stride: int = 0,
     return_lse: bool = False,
     return_logits: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor]:
@@ -63,8 +64,41 @@ def launch_decode_attention(
     with on_device_of(q):
         return decode_attention(
             q, k, v, start, length, max_len=max_len, scale=scale, softcap=softcap, sinks=sinks, pages=pages,
-            page_size=page_size, return_lse=return_lse, return_logits=return_logits,
+            page_size=page_size, page_stride=page_stride, return_lse=return_lse, return_logits=return_logits,
         )
+
+
+def launch_decode_attention_quantized(
+    q: Tensor,
+    k: Tensor,
+    k_ranges: Tensor,
+    v: Tensor,
+    v_ranges: Tensor,
+    start: Tensor,
+    length: Tensor,
+    format: str,
+    group: int,
+    max_len: int,
+    scale: float,
+    softcap: float = 0.0,
+    sinks: Tensor | None = None,
+    return_lse: bool = False,
+    return_logits: bool = False,
+) -> tuple[Tensor, Tensor, Tensor]:
+    from .kernels.quantized import decode_attention_quantized
+
+    with on_device_of(q):
+        return decode_attention_quantized(
+            q, k, k_ranges, v, v_ranges, start, length, format=format, group=group, max_len=max_len, scale=scale,
+            softcap=softcap, sinks=sinks, return_lse=return_lse, return_logits=return_logits,
+        )
+
+
+def launch_merge_attention(outs: list[Tensor], lses: list[Tensor]) -> tuple[Tensor, Tensor]:
+    from .kernels.tiers import merge_attention
+
+    with on_device_of(outs[0]):
+        return merge_attention(outs, lses)
 
 
 def launch_chunk_attention(
@@ -121,6 +155,24 @@ def launch_page_scores(
     with on_device_of(q):
         return page_scores(q, summary, length, page_size=page_size, scale=scale, group_reduce=group_reduce,
                            sink_pages=sink_pages, recent_pages=recent_pages)
+
+
+def launch_token_scores(
+    q: Tensor,
+    keys: Tensor,
+    length: Tensor,
+    dims: int,
+    scale: float,
+    softcap: float = 0.0,
+    group_reduce: str = "softmax_mean",
+    sinks: int = 0,
+    recent: int = 0,
+) -> Tensor:
+    from .kernels.tokens import token_scores
+
+    with on_device_of(q):
+        return token_scores(q, keys, length, dims=dims, scale=scale, softcap=softcap, group_reduce=group_reduce,
+                            sinks=sinks, recent=recent)
 
 
 def launch_topk_pages(scores: Tensor, k: int) -> Tensor:
@@ -191,20 +243,37 @@ _register("gather_rows", launch_gather_rows, ("dst_k", "dst_v"))
 _register("follow_token", launch_follow_token, ("scores", "cursor"))
 _register("record_token", launch_record_token, ("history", "received"))
 _decode_attention = _register("decode_attention", launch_decode_attention)
+_decode_attention_quantized = _register("decode_attention_quantized", launch_decode_attention_quantized)
+_merge_attention = _register("merge_attention", launch_merge_attention)
 _chunk_attention = _register("chunk_attention", launch_chunk_attention)
 _column_sums = _register("column_sums", launch_column_sums)
 _page_scores = _register("page_scores", launch_page_scores)
+_token_scores = _register("token_scores", launch_token_scores)
 _topk_pages = _register("topk_pages", launch_topk_pages)
 
 
 @_decode_attention.register_fake
 def _(q, k, v, start, length, max_len, scale, softcap=0.0, sinks=None, pages=None, page_size=0,
-      return_lse=False, return_logits=False):
+      page_stride=0, return_lse=False, return_logits=False):
     batch, heads_q, _ = q.shape
     width = max_len if pages is None else pages.shape[-1] * page_size
     lse = q.new_empty((batch, heads_q) if return_lse else (0,), dtype=torch.float32)
     logits = q.new_empty((batch, heads_q, width) if return_logits else (0,), dtype=torch.float32)
     return q.new_empty((batch, heads_q, v.shape[-1])), lse, logits
+
+
+@_decode_attention_quantized.register_fake
+def _(q, k, k_ranges, v, v_ranges, start, length, format, group, max_len, scale, softcap=0.0, sinks=None,
+      return_lse=False, return_logits=False):
+    batch, heads_q, _ = q.shape
+    lse = q.new_empty((batch, heads_q) if return_lse else (0,), dtype=torch.float32)
+    logits = q.new_empty((batch, heads_q, max_len) if return_logits else (0,), dtype=torch.float32)
+    return q.new_empty((batch, heads_q, v_ranges.shape[1] * group)), lse, logits
+
+
+@_merge_attention.register_fake
+def _(outs, lses):
+    return torch.empty_like(outs[0]), torch.empty_like(lses[0])
 
 
 @_chunk_attention.register_fake
@@ -222,6 +291,11 @@ def _(q, k, *_args, **_options):
 @_page_scores.register_fake
 def _(q, summary, *_args, **_options):
     return summary.new_empty(summary.shape[:3], dtype=torch.float32)
+
+
+@_token_scores.register_fake
+def _(q, keys, *_args, **_options):
+    return keys.new_empty(keys.shape[:3], dtype=torch.float32)
 
 
 @_topk_pages.register_fake

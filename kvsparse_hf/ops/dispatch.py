@@ -53,13 +53,14 @@ def decode_attention(
     sinks: Tensor | None = None,
     pages: Tensor | None = None,
     page_size: int = 0,
+    page_stride: int = 0,
     return_lse: bool = False,
     return_logits: bool = False,
     backend: str = "auto",
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
     options = dict(
         max_len=max_len, scale=scale, softcap=softcap, sinks=sinks, pages=pages, page_size=page_size,
-        return_lse=return_lse, return_logits=return_logits,
+        page_stride=page_stride, return_lse=return_lse, return_logits=return_logits,
     )
     chosen = resolve("decode_attention", backend, q, k, v, dims=(k.shape[-1], v.shape[-1]), flash=True)
     if chosen == "torch":
@@ -73,6 +74,46 @@ def decode_attention(
     else:
         out, lse, logits = custom.launch_decode_attention(q, k, v, start, length, **options)
     return out, lse if return_lse else None, logits if return_logits else None
+
+
+def decode_attention_quantized(
+    q: Tensor,
+    k: Tensor,
+    k_ranges: Tensor,
+    v: Tensor,
+    v_ranges: Tensor,
+    start: Tensor,
+    length: Tensor,
+    *,
+    format: str,
+    group: int,
+    max_len: int,
+    scale: float,
+    softcap: float = 0.0,
+    sinks: Tensor | None = None,
+    return_lse: bool = False,
+    return_logits: bool = False,
+    backend: str = "auto",
+) -> tuple[Tensor, Tensor | None, Tensor | None]:
+    args = (q, k, k_ranges, v, v_ranges, start, length)
+    options = dict(format=format, group=group, max_len=max_len, scale=scale, softcap=softcap, sinks=sinks,
+                   return_lse=return_lse, return_logits=return_logits)
+    dims = (q.shape[-1], v_ranges.shape[1] * group)
+    if resolve("decode_attention_quantized", backend, q, k_ranges, v_ranges, dims=dims) == "torch":
+        return reference.decode_attention_quantized(*args, **options)
+    if through_dispatcher(q, sinks):
+        out, lse, logits = torch.ops.kvsparse.decode_attention_quantized(*args, **options)
+    else:
+        out, lse, logits = custom.launch_decode_attention_quantized(*args, **options)
+    return out, lse if return_lse else None, logits if return_logits else None
+
+
+def merge_attention(outs: list[Tensor], lses: list[Tensor], *, backend: str = "auto") -> tuple[Tensor, Tensor]:
+    if resolve("merge_attention", backend, *outs) == "torch":
+        return reference.merge_attention(outs, lses)
+    if through_dispatcher(*outs):
+        return torch.ops.kvsparse.merge_attention(outs, lses)
+    return custom.launch_merge_attention(outs, lses)
 
 
 def chunk_attention(
@@ -162,6 +203,27 @@ def page_scores(
     return custom.launch_page_scores(q, summary, length, **options)
 
 
+def token_scores(
+    q: Tensor,
+    keys: Tensor,
+    length: Tensor,
+    *,
+    dims: int,
+    scale: float,
+    softcap: float = 0.0,
+    group_reduce: str = "softmax_mean",
+    sinks: int = 0,
+    recent: int = 0,
+    backend: str = "auto",
+) -> Tensor:
+    options = dict(dims=dims, scale=scale, softcap=softcap, group_reduce=group_reduce, sinks=sinks, recent=recent)
+    if resolve("token_scores", backend, q, keys, dims=(dims,)) == "torch":
+        return reference.token_scores(q, keys, length, **options)
+    if through_dispatcher(q, keys):
+        return torch.ops.kvsparse.token_scores(q, keys, length, **options)
+    return custom.launch_token_scores(q, keys, length, **options)
+
+
 def topk_pages(scores: Tensor, k: int, *, backend: str = "auto") -> Tensor:
     if resolve("topk_pages", backend, scores) == "torch":
         return reference.topk_pages(scores, k)
@@ -244,8 +306,8 @@ def gather_rows(
 
 
 for _op in (
-    store_token, decode_attention, chunk_attention, window_scores, column_sums, page_scores, topk_pages, gather_rows,
-    follow_token, record_token,
+    store_token, decode_attention, chunk_attention, window_scores, column_sums, page_scores, token_scores, topk_pages,
+    gather_rows, follow_token, record_token, decode_attention_quantized, merge_attention,
 ):
     _op.__doc__ = (getattr(reference, _op.__name__).__doc__ or "").rstrip() + (
         "\n\n    ``backend``: \"auto\", \"triton\", \"torch\"" + (", \"flash\"" if _op is decode_attention else "")

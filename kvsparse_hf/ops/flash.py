@@ -120,6 +120,7 @@ def decode_attention(
     sinks: Tensor | None = None,
     pages: Tensor | None = None,
     page_size: int = 0,
+    page_stride: int = 0,
     return_lse: bool = False,
     return_logits: bool = False,
 ) -> tuple[Tensor, Tensor | None, None]:
@@ -129,6 +130,8 @@ def decode_attention(
         BackendError: this call needs something that the installed FlashAttention cannot do.
     """
     _check(q, k, v, return_logits)
+    if page_stride not in (0, page_size):
+        raise _error("it takes pages that follow each other, not keys and values in turn")
     batch, heads_q, dim = q.shape
     rows = q.to(k.dtype).reshape(start.numel(), -1, dim)  # [B * H, G, D]
     if pages is not None:

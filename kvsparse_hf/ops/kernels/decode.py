@@ -28,7 +28,7 @@ from .plan import plan_decode
 @triton.jit
 def _decode_attention_kernel(
     Q, K, V, Start, Length, Pages, Sinks, Out, Lse, Logits, Part, PartMax, PartSum,
-    q_stride_b, q_stride_h, width, num_pages, tokens_per_split, scale, softcap,
+    q_stride_b, q_stride_h, width, num_pages, page_stride, tokens_per_split, scale, softcap,
     HEADS: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, PAGE_SIZE: tl.constexpr,
     BLOCK_G: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, BLOCK_N: tl.constexpr,
     HAS_SOFTCAP: tl.constexpr, HAS_SINKS: tl.constexpr, HAS_LSE: tl.constexpr, HAS_LOGITS: tl.constexpr,
@@ -84,7 +84,7 @@ def _decode_attention_kernel(
             page = tl.load(Pages + unit * num_pages + offs // PAGE_SIZE, mask=ok, other=-1)
             slot = page * PAGE_SIZE + offs % PAGE_SIZE
             ok = (page >= 0) & (slot < length)
-            rows = first_row + slot
+            rows = first_row + page * page_stride + offs % PAGE_SIZE
         k_ok = ok[:, None]
         v_ok = ok[:, None]
         if D != BLOCK_D:
@@ -127,6 +127,7 @@ def decode_attention(
     sinks: Tensor | None,
     pages: Tensor | None,
     page_size: int,
+    page_stride: int,
     return_lse: bool,
     return_logits: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
@@ -149,7 +150,8 @@ def decode_attention(
     parts = partial_buffers(batch * heads_q, plan.splits, dim_v, q.device) if split else (None, None, None)
     _decode_attention_kernel[(plan.splits, heads, batch)](
         q, k, v, start, length, pages, sinks, out, lse, logits, *parts,
-        q.stride(0), q.stride(1), width, 0 if pages is None else pages.shape[-1], plan.tokens,
+        q.stride(0), q.stride(1), width, 0 if pages is None else pages.shape[-1], page_stride or page_size,
+        plan.tokens,
         scale, softcap,
         HEADS=heads, GROUP=group, D=dim, DV=dim_v, PAGE_SIZE=0 if pages is None else page_size,
         BLOCK_G=max(16, next_power_of_2(group)), BLOCK_D=block_d, BLOCK_DV=block_dv, BLOCK_N=plan.tile.keys,

@@ -6,10 +6,13 @@ They are what the kernels are tested against, what runs where no kernel does, an
 
 from .attention import chunk_attention, decode_attention
 from .follow import follow_token
-from .pages import page_scores, topk_pages
+from .hot import hot_append, hot_fetch, hot_plan
+from .pages import page_scores, token_scores, topk_pages
+from .quantized import decode_attention_quantized, dequantize, quantize
 from .record import AVERAGE, HISTORY_BITS, record_token
 from .scores import column_sums, window_scores
 from .store import gather_rows, store_token
+from .tiers import merge_attention
 
 __all__ = [
     "AVERAGE",
@@ -17,11 +20,19 @@ __all__ = [
     "chunk_attention",
     "column_sums",
     "decode_attention",
+    "decode_attention_quantized",
+    "dequantize",
     "follow_token",
     "gather_rows",
+    "hot_append",
+    "hot_fetch",
+    "hot_plan",
+    "merge_attention",
     "page_scores",
+    "quantize",
     "record_token",
     "store_token",
+    "token_scores",
     "topk_pages",
     "window_scores",
 ]

@@ -29,6 +29,7 @@ def decode_attention(
     sinks: Tensor | None = None,
     pages: Tensor | None = None,
     page_size: int = 0,
+    page_stride: int = 0,
     return_lse: bool = False,
     return_logits: bool = False,
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
@@ -45,6 +46,7 @@ def decode_attention(
         pages: [B, H, P] int32, page ids relative to the segment; page p covers slots p * page_size and on; -1 = none.
             Only these pages are read. An id listed twice counts twice.
         page_size: slots of a page; needed with ``pages``.
+        page_stride: rows from one page to the next, where other rows lie between; 0: page_size.
         return_lse: also return the log of the softmax denominator, the sink included.
         return_logits: also return the scaled, capped logits, -inf where invalid.
 
@@ -56,14 +58,15 @@ def decode_attention(
     heads = start.shape[1]
     acc = acc_dtype(q)
     if pages is None:
-        slots = torch.arange(max_len, device=q.device).expand(batch, heads, max_len)
+        rows = slots = torch.arange(max_len, device=q.device).expand(batch, heads, max_len)
         valid = slots < length.unsqueeze(-1)
     else:
         within = torch.arange(page_size, device=q.device)
         slots = (pages.long().unsqueeze(-1) * page_size + within).flatten(2)
+        rows = (pages.long().unsqueeze(-1) * (page_stride or page_size) + within).flatten(2)
         valid = (slots >= 0) & (slots < length.unsqueeze(-1))
-    keys = _rows_of(k, start, slots, valid).to(acc)
-    values = _rows_of(v, start, slots, valid).to(acc)
+    keys = _rows_of(k, start, rows, valid).to(acc)
+    values = _rows_of(v, start, rows, valid).to(acc)
     queries = q.to(acc).view(batch, heads, heads_q // heads, dim)
 
     logits = apply_softcap(queries @ keys.transpose(-1, -2) * scale, softcap)
