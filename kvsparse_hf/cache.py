@@ -13,16 +13,17 @@ from transformers.cache_utils import Cache
 from .errors import UnsupportedOperationError
 from .hf import compat, handoff
 from .hf.binding import Binding
+from .hf.sharing import LayerMap, check_undeclared
 from .layers.base import SparseLayer
 from .layers.session import Session
+from .layers.shared import SharedLayer
 from .options import CommonOptions, parse_options
 from .report import CacheReport, make_report
+from .room import StepRoom
 from .storage import load_cache, save_cache
 
-_NEVER_FULL = 2**62
 
-
-class SparseCache(Cache):
+class SparseCache(StepRoom, Cache):
     """Base of all caches of this library. Pass one to an unmodified `model.generate(past_key_values=cache)`.
 
     Constructing a cache on a model switches that model's attention to `kvsparse` (`kvsparse_hf.detach` restores it);
@@ -52,26 +53,41 @@ class SparseCache(Cache):
         self.options = parse_options(self.Options, self.method, options)
         self.binding = Binding.of(model)
         layers = compat.layer_template(self.binding.config)
-        ours = [index for index, layer in enumerate(layers) if compat.is_full_attention_layer(layer)]
+        full = [index for index, layer in enumerate(layers) if compat.is_full_attention_layer(layer)]
         self.check_layers(layers)
+        self.layer_map = self.make_map(full)
+        # Readers come last in a model that shares by itself, and may have no cache layer at all.
+        ours = [index for index in full if self.layer_map.sources[index] == index]
         self.session = Session(self.binding, len(ours))
         self._sparse = ours
         self.prepare()
         for index in ours:
             layers[index] = self.make_layer(index)
+        self._connect_readers(layers)
         super().__init__(layers=layers)
         self.session.layers = self.layers
         self._first_sparse = ours[0] if ours else -1
-        self._room: int | None = None
-        self._moves = 0
-        self._step_prepared = False
-        self._growth = self.options.reserve
+        self.begin_with_room(self.options.reserve)
         self.binding.attach()
+
+    @classmethod
+    def options_for(cls, given: dict[str, Any]) -> type[CommonOptions]:
+        """The schema of the options that `given` belong to."""
+        return cls.Options
 
     # --- what a method fills in ------------------------------------------------------------------------------------
 
     def prepare(self) -> None:
         """Runs once before the layers are made: reads plans, checks options against the model."""
+
+    def make_map(self, full: list[int]) -> LayerMap:
+        """Whose keys and values each layer reads: as the model does it, unless a subclass imposes a map.
+
+        Args:
+            full: the layers with plain full attention.
+        """
+        check_undeclared(self.binding.config, self.method)
+        return LayerMap.of_model(self.binding.config)
 
     def make_layer(self, layer_idx: int) -> SparseLayer:
         """The layer object of one full-attention decoder layer."""
@@ -80,6 +96,22 @@ class SparseCache(Cache):
     def check_layers(self, layers: list) -> None:
         """Refuses cache layers whose further state this library would ignore."""
         compat.check_layer_kinds(layers, self.binding.config.model_type)
+
+    def _connect_readers(self, layers: list) -> None:
+        """Puts a `SharedLayer` in the place of every layer that reads another one's keys and values."""
+        native = self.layer_map.native
+        for index in self._sparse:
+            owner, readers = layers[index], self.layer_map.readers_of(index)
+            if readers and not owner.is_readable():
+                raise UnsupportedOperationError(
+                    f"{self.method} cannot serve layers that share keys and values yet ({type(owner).__name__})."
+                )
+            owner.readers = [SharedLayer(reader, owner, native) for reader in readers]
+            if native:
+                owner.native_readers = tuple(owner.readers)
+            else:
+                for reader in owner.readers:
+                    layers[reader.layer_idx] = reader
 
     # --- Transformers' contract ------------------------------------------------------------------------------------
 
@@ -109,62 +141,12 @@ class SparseCache(Cache):
             self._prepare_step(query_length)
         return handoff.offer_mask(layer, length), offset
 
-    def prepare_decode(self) -> bool:
-        """Makes room for a one-token step, as `get_mask_sizes` does inside `generate()`; for loops that replay a graph.
-
-        Returns:
-            True when buffers moved, so that a captured graph must be recorded again.
-        """
-        moves, self._step_prepared = self._moves, False
-        self._prepare_step(1)
-        return self._moves > moves
-
-    def mark_prepared(self) -> None:
-        """The next forward needs no room made: it is being recorded, and may not wait for the device."""
-        self._step_prepared = True
-
-    def _prepare_step(self, query_length: int) -> None:
-        """Makes sure that a one-token step finds room, without asking the device more than once per `reserve` tokens."""
-        if self._step_prepared:
-            return
-        self._step_prepared = True
-        if query_length != 1:
-            self._room = None  # the coming forward changes it
-            return
-        if self._room is None or self._room < 1:
-            self._maintain()
-            self._room = self._measure_room()
-        if self._room is None:
-            return
-        if self._room < 1:
-            for layer in self.sparse_layers:
-                room = layer.open_room()
-                if room is not None and room < 1:
-                    layer.grow(self._growth)
-            self._growth *= 2
-            self._moves += 1
-            self._room = self._measure_room()
-        self._room -= 1
-
-    def _maintain(self) -> None:
-        """Runs the periodic work that layers do between two steps, where it is due."""
-        for layer in self.sparse_layers:
-            if layer.is_initialized and layer.due_in() == 0:
-                self._moves += layer.maintain()
-
-    def _measure_room(self) -> int | None:
-        """One-token steps that fit before a layer must grow or be maintained; None while some layer has not seen a prompt."""
-        if not all(layer.is_initialized for layer in self.sparse_layers):
-            return None
-        rooms = [room for layer in self.sparse_layers for room in (layer.open_room(), layer.due_in())]
-        return min((room for room in rooms if room is not None), default=_NEVER_FULL)
-
     def reset(self) -> None:
         """Forgets everything seen; buffers stay, so compiled graphs stay valid."""
         for layer in self.layers:
             layer.reset() if isinstance(layer, SparseLayer) else compat.reset_layer(layer)
         self.session.reset()
-        self._room, self._step_prepared = None, False
+        self.forget_room()
 
     def crop(self, tokens_to_remove: int) -> None:
         """Takes back the newest tokens. As in the running version of Transformers, a negative number counts the tokens to
@@ -191,7 +173,7 @@ class SparseCache(Cache):
                 layer.crop(-removed if compat.CROP_IS_RELATIVE else seen - removed)
         if pad is not None:
             self.session.rewind(seen - removed)
-        self._room = None
+        self.forget_room()
 
     def _check_crop(self, removed: int, first_removed: Tensor) -> None:
         """Raises before anything was changed."""
@@ -279,6 +261,30 @@ class SparseCache(Cache):
         seen = [] if session.batch is None else (session.seen() - session.pad).clamp(min=0).tolist()
         return make_report(self.method, self.layers, seen)
 
+    def plot(self, path: str | Path | None = None, row: int = 0, tokens: list[str] | None = None):
+        """A picture of which tokens of one row are kept, moved and evicted, by layer. Waits for the device.
+
+        Args:
+            path: also write it there: .png, .svg, .pdf, or one self-contained .html page with the text below the map.
+            row: the row of the batch.
+            tokens: the text of the row's tokens.
+
+        Returns:
+            The matplotlib figure (None for .html).
+
+        Raises:
+            KVSparseError: matplotlib is not installed.
+        """
+        from .pictures import Decisions, page, plot
+
+        decisions = Decisions.of(self, row, tokens)
+        if path is not None and Path(path).suffix == ".html":
+            return page.save(decisions, path)
+        figure = plot.draw(decisions)
+        if path is not None:
+            figure.savefig(path, dpi=plot.DPI)
+        return figure
+
     def save(self, path: str | Path) -> None:
         """Writes the cache to a folder (`cache.safetensors` and `cache.json`)."""
         save_cache(self, Path(path))
@@ -304,6 +310,15 @@ class SparseCache(Cache):
     def option_dict(self) -> dict:
         """The options as plain JSON values."""
         return json.loads(self.options.model_dump_json())
+
+    def __del__(self):
+        # The layers and what they share know each other. Cut loose, their memory is free at once instead of whenever
+        # Python looks for circles, which may be after the next cache did not fit.
+        if "session" in vars(self):
+            self.session.layers = []
+        for layer in vars(self).get("layers", ()):
+            if isinstance(layer, SparseLayer):
+                layer.readers, layer.native_readers = [], ()
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({', '.join(f'{k}={v!r}' for k, v in self.option_dict().items())})"

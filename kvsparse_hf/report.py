@@ -32,7 +32,9 @@ class CacheReport:
         dense_bytes: what a dense cache of the same tokens would hold.
         evicted: entries (token x layer x head) that are gone.
         read_bytes: keys, values and metadata that the next decode step reads in the layers that are ours.
-        hits, misses, swapped_bytes: of a host-offload cache.
+        hits, misses: pages that steps of a host-offload cache found on the device, or had to fetch.
+        swapped_bytes: what it brought from the host to the device.
+        tiers: entries by the place where they are, of a cache that has several; together all that can still be read.
     """
 
     method: str
@@ -47,6 +49,7 @@ class CacheReport:
     hits: int = 0
     misses: int = 0
     swapped_bytes: int = 0
+    tiers: dict[str, int] = field(default_factory=dict)
 
     @property
     def kept(self) -> float:
@@ -77,6 +80,8 @@ class CacheReport:
         ]
         if self.hits or self.misses:
             rows.append(("hits / misses", f"{self.hits} / {self.misses}, {_mib(self.swapped_bytes)} swapped"))
+        if self.tiers:
+            rows.append(("entries in", ", ".join(f"{name} {count}" for name, count in self.tiers.items())))
         return "\n".join(f"{name:<14} {value}" for name, value in rows)
 
 
@@ -91,13 +96,19 @@ def make_report(method: str, layers: list, seen: list[int]) -> CacheReport:
     other_tensors = [t for layer in others for t in vars(layer).values() if isinstance(t, torch.Tensor)]
     other_bytes = storage_bytes(other_tensors)
     reports, device, reserve, host, dense, evicted, read = [], 0, 0, 0, 0, 0, 0
+    traffic, tiers = [0, 0, 0], {}
     for layer in ours:
         length = layer.kept_entries().cpu()
         reports.append(LayerReport(layer.layer_idx, int(length.min()), float(length.double().mean()), int(length.max())))
         device += layer.device_bytes()
         reserve += layer.reserve_bytes()
         host += layer.host_bytes()
-        dense += layer.dense_bytes(sum(seen))
-        read += layer.bytes_read_per_step()
+        # A layer that reads this one's tokens reads them once more; a dense cache holds its own, unless the model shares.
+        dense += layer.dense_bytes(sum(seen)) * (1 + len(layer.readers) - len(layer.native_readers))
+        read += layer.bytes_read_per_step() * (1 + len(layer.readers))
+        for name, count in layer.tier_entries().items():
+            tiers[name] = tiers.get(name, 0) + count
+        traffic = [total + new for total, new in zip(traffic, layer.traffic(), strict=True)]
         evicted += max(sum(seen) * layer.store.heads - int(layer.reachable_entries().sum()), 0)
-    return CacheReport(method, seen, reports, device + other_bytes, reserve, host, dense + other_bytes, evicted, read)
+    held = (device + other_bytes, reserve, host, dense + other_bytes)
+    return CacheReport(method, seen, reports, *held, evicted, read, *traffic, tiers)

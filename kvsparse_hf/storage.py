@@ -14,6 +14,8 @@ from .errors import KVSparseError, UnsupportedOperationError
 from .hf import compat
 from .hf.binding import Binding
 from .layers.base import SparseLayer
+from .layers.shared import SharedLayer
+from .ranks import Ranks
 
 _FORMAT = 1
 _TENSORS, _META = "cache.safetensors", "cache.json"
@@ -24,7 +26,7 @@ class _SavedLayer(BaseModel):
 
     model_config = ConfigDict(extra="allow", strict=True)
 
-    kind: str = Field(pattern="^(sparse|sliding|dummy)$")
+    kind: str = Field(pattern="^(sparse|sliding|shared|dummy)$")
     empty: bool
 
 
@@ -46,7 +48,11 @@ class _Saved(BaseModel):
 
 
 def save_cache(cache, folder: Path) -> None:
-    """Writes `cache` (a `SparseCache`) to `folder`. Bytes written are those of the kept entries and their tables."""
+    """Writes `cache` (a `SparseCache`) to `folder`. Bytes written are those of the kept entries and their tables.
+
+    Under tensor parallelism every rank writes its own heads, to a folder in `folder`.
+    """
+    folder = _of_rank(folder, cache.binding.ranks)
     tensors, layers = {}, []
     for index, layer in enumerate(cache.layers):
         state, meta = _layer_state(layer, index)
@@ -76,6 +82,8 @@ def _layer_state(layer, index: int) -> tuple[dict, dict]:
         if not layer.is_initialized:
             return {}, {"kind": "sparse", "empty": True}
         return layer.tensors(), {"kind": "sparse", "empty": False, **layer.saved_state()}
+    if isinstance(layer, SharedLayer):
+        return {}, {"kind": "shared", "empty": True}
     if compat.is_sliding_layer(layer):
         if not layer.is_initialized:
             return {}, {"kind": "sliding", "empty": True}
@@ -93,13 +101,17 @@ def load_cache(folder: Path, model, device: torch.device | str | None):
     """Reads a folder that `save_cache` wrote. Nothing of the model is touched before the files were checked."""
     from .registry import get_method
 
+    binding = Binding.of(model)
+    _check_ranks(folder, binding.ranks)
+    folder = _of_rank(folder, binding.ranks)
     saved, tensors = _read(folder)
-    mine = Binding.of(model).fingerprint()
+    mine = binding.fingerprint()
     if mine != saved.model:
         wrong = ", ".join(f"{k}: saved {saved.model.get(k)}, here {v}" for k, v in mine.items() if saved.model.get(k) != v)
         raise UnsupportedOperationError(f"{folder} holds a cache of another model ({wrong or 'other facts'}).")
-    if len(saved.layers) != mine["layers"]:
-        raise KVSparseError(f"{folder} is damaged: {len(saved.layers)} layers for a model with {mine['layers']}.")
+    layers = len(compat.layer_template(compat.text_config(getattr(model, "config", model))))
+    if len(saved.layers) != layers:
+        raise KVSparseError(f"{folder} is damaged: {len(saved.layers)} layers for a model with {layers}.")
     cls = get_method(saved.method)
     if device is None:
         parameters = getattr(model, "parameters", None)
@@ -112,6 +124,20 @@ def load_cache(folder: Path, model, device: torch.device | str | None):
         compat.text_config(getattr(model, "config", model))._attn_implementation = before
         raise KVSparseError(f"{folder} is damaged: {error}") from error
     return cache
+
+
+def _of_rank(folder: Path, ranks: Ranks) -> Path:
+    return folder if ranks.size == 1 else folder / f"rank-{ranks.rank}-of-{ranks.size}"
+
+
+def _check_ranks(folder: Path, ranks: Ranks) -> None:
+    """Refuses a cache that another number of processes saved: its heads are cut in another way."""
+    others = sorted(folder.glob("rank-*-of-*"))
+    saved_by = int(others[0].name.rpartition("-")[2]) if others else 1
+    if saved_by != ranks.size and (others or (folder / _META).is_file()):
+        raise UnsupportedOperationError(
+            f"{folder} was saved by {saved_by} tensor-parallel rank(s), this model runs on {ranks.size}; load it on as many ranks."
+        )
 
 
 def _read(folder: Path) -> tuple[_Saved, dict[str, torch.Tensor]]:

@@ -12,6 +12,7 @@ from transformers.masking_utils import causal_mask_function
 
 from ..errors import UnsupportedModelError, UnsupportedOperationError
 from . import compat, handoff
+from .sharing import check_declared
 
 NAME = "kvsparse"
 BASES = ("sdpa", "eager", "flash_attention_2", "flash_attention_3", "flash_attention_4")
@@ -110,15 +111,18 @@ def kvsparse_attention_forward(
         `([B, T, Hq, Dv], weights or None)`. Weights exist only where the base attention gives them (eager prefill).
     """
     if torch.compiler.is_compiling():
-        waiting = handoff.pending_attention()
+        waiting = handoff.pending_attention() or handoff.pending_reader(getattr(module, "layer_idx", None))
         if waiting is not None and not waiting.is_plain_step(query.shape[2]):
             return _attend_outside(module, query, key, value, attention_mask, *args, **kwargs)
     return _attend(module, query, key, value, attention_mask, *args, **kwargs)
 
 
 def _attend(module, query, key, value, attention_mask, *args, **kwargs):
-    layer = handoff.take_attention(key)
+    layer = handoff.take_attention(key) or handoff.take_reader(getattr(module, "layer_idx", None), key)
     if layer is None:
+        check_declared(module)
+        if attention_mask is None and compat.is_reader(module) and base_of(module.config) == "sdpa":
+            attention_mask = _mask_of_sliced_queries(module, query, key)
         return base_attention(module, query, key, value, attention_mask, *args, **kwargs)
     layer_idx = getattr(module, "layer_idx", layer.layer_idx)
     if layer_idx != layer.layer_idx:
@@ -168,3 +172,18 @@ def first_mask(config: PretrainedConfig, query: torch.Tensor) -> torch.Tensor | 
     batch, _, tokens, _ = query.shape
     options = dict(mask_function=causal_mask_function, attention_mask=None, dtype=query.dtype, device=query.device)
     return compat.base_mask_function(base_of(config))(batch, tokens, tokens, 0, 0, config=config, **options)
+
+
+def newest_mask(config: PretrainedConfig, query: torch.Tensor, length: int) -> torch.Tensor | None:
+    """The base attention's mask of the newest queries `[B, Hq, T, D]` of an unpadded first forward of `length` tokens."""
+    batch, _, tokens, _ = query.shape
+    options = dict(mask_function=causal_mask_function, attention_mask=None, dtype=query.dtype, device=query.device)
+    options["allow_is_causal_skip"] = False
+    return compat.base_mask_function(base_of(config))(batch, tokens, length, length - tokens, 0, config=config, **options)
+
+
+def _mask_of_sliced_queries(module, query: torch.Tensor, key: torch.Tensor) -> torch.Tensor | None:
+    """Gemma 4 computes its last layers for the newest tokens alone, except where "sdpa" would take a missing mask for a square
+    one. It does not see that we stand on sdpa."""
+    tokens, length = query.shape[2], key.shape[2]
+    return newest_mask(module.config, query, length) if 1 < tokens < length else None

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from transformers import AutoModelForCausalLM, AutoModelForMaskedLM, PretrainedConfig, PreTrainedModel
 
 from ..errors import UnsupportedModelError, UnsupportedOperationError
+from ..ranks import ALONE, Ranks
 from . import compat
 from .attention import attach, base_of, check_base, is_attached
 
@@ -19,7 +20,9 @@ class Binding:
         config: the decoder's config, shared with the model (attention is switched through it).
         model_class: the class of the whole model, where it is known.
         layers: decoder layers.
-        query_heads, kv_heads, head_dim: attention shape as the config states it (0 where it does not).
+        query_heads, kv_heads, head_dim: attention shape of the full-attention layers, as the config states it (0 where it does
+            not), counted over all ranks.
+        ranks: who shares the heads with this process (tensor parallelism).
     """
 
     config: PretrainedConfig
@@ -28,6 +31,7 @@ class Binding:
     query_heads: int
     kv_heads: int
     head_dim: int
+    ranks: Ranks = ALONE
 
     def __deepcopy__(self, memo: dict) -> "Binding":
         # A forked cache still belongs to the same model; copying weights or config would break that.
@@ -48,9 +52,14 @@ class Binding:
         _check_softcap(config)
         check_base(config)
         query_heads = getattr(config, "num_attention_heads", 0) or 0
-        kv_heads = getattr(config, "num_key_value_heads", None) or query_heads
-        head_dim = getattr(config, "head_dim", None) or (config.hidden_size // query_heads if query_heads else 0)
-        return cls(config, model_class, config.num_hidden_layers, query_heads, kv_heads, head_dim)
+        kv_heads, head_dim = compat.kv_shape(config)
+        ranks = compat.ranks_of(model)
+        if kv_heads % ranks.size:
+            raise UnsupportedModelError(
+                f"{config.model_type} has {kv_heads} key/value heads, which {ranks.size} tensor-parallel ranks cannot share equally; use "
+                "a number of ranks that divides them."
+            )
+        return cls(config, model_class, config.num_hidden_layers, query_heads, kv_heads, head_dim, ranks)
 
     def attach(self) -> None:
         """Switches the model's attention to ours."""
@@ -99,6 +108,8 @@ class Binding:
             "query_heads": self.query_heads,
             "kv_heads": self.kv_heads,
             "head_dim": self.head_dim,
+            "ranks": self.ranks.size,
+            "rank": self.ranks.rank,
         }
 
 
@@ -129,8 +140,6 @@ def _check_decoder(config: PretrainedConfig, model_class: type | None, model: Pr
         )
     if not getattr(config, "num_hidden_layers", 0):
         raise UnsupportedModelError(f"{kind} has no decoder layers.")
-    if getattr(config, "num_kv_shared_layers", 0) or getattr(config, "kv_source_layers", None):
-        raise UnsupportedModelError(f"{kind} shares keys and values between layers; such models are not supported yet.")
 
 
 def _check_softcap(config: PretrainedConfig) -> None:

@@ -1,5 +1,6 @@
 """Every difference between the supported versions of Transformers (>= 5.6.2), in one place."""
 
+import copy
 import inspect
 import sys
 from collections.abc import Callable
@@ -12,6 +13,7 @@ from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, causal_mask
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from ..errors import UnsupportedModelError
+from ..ranks import ALONE, Ranks
 
 __all__ = [
     "CACHE_ARGUMENT",
@@ -24,11 +26,15 @@ __all__ = [
     "generate_locals",
     "is_full_attention_layer",
     "is_plain_causal",
+    "is_reader",
     "is_sliding_layer",
+    "kv_shape",
     "layer_template",
     "plain_decoding",
+    "ranks_of",
     "register_attention",
     "reset_layer",
+    "shared_sources",
     "text_config",
 ]
 
@@ -49,8 +55,64 @@ def text_config(config: PretrainedConfig) -> PretrainedConfig:
 
 
 def layer_template(config: PretrainedConfig) -> list[CacheLayerMixin]:
-    """Transformers' own choice of one cache layer per decoder layer. `config` is the decoder's."""
-    return DynamicCache(config=config).layers
+    """Transformers' own choice of one cache layer per decoder layer. `config` is the decoder's.
+
+    Layers that read other layers' keys and values have an empty layer since 5.18, and before come last and have none.
+    """
+    layers = DynamicCache(config=config).layers
+    if not layers and getattr(config, "num_kv_shared_layers", None) == 0:
+        # Old versions cut the list at minus this number, which for 0 leaves nothing.
+        config = copy.copy(config)
+        config.num_kv_shared_layers = -config.num_hidden_layers
+        layers = DynamicCache(config=config).layers
+    return layers
+
+
+def shared_sources(config: PretrainedConfig) -> list[int]:
+    """The layer whose keys and values each layer of the model reads, its own index where it has some.
+
+    Gemma 3n and Gemma 4: each of the last `num_kv_shared_layers` reads the last layer before them that has its layer type.
+
+    Raises:
+        UnsupportedModelError: sharing of another kind.
+    """
+    layers, shared = config.num_hidden_layers, getattr(config, "num_kv_shared_layers", 0) or 0
+    modes = getattr(config, "kv_sharing_modes", None)
+    other = getattr(config, "kv_source_layers", None) not in (None, list(range(layers)))
+    if other or getattr(config, "n_recurrent_loops", 1) > 1 or (modes is not None and modes.count("reuse") != shared):
+        raise UnsupportedModelError(
+            f"{config.model_type} shares keys and values between layers in a way this library does not know."
+        )
+    if shared >= layers:
+        raise UnsupportedModelError(f"{config.model_type} has no keys and values of its own: all its layers read another model's.")
+    if not shared:
+        return list(range(layers))
+    first, types = layers - shared, config.layer_types
+    last = {kind: index for index, kind in enumerate(types[:first])}
+    return [*range(first), *(last[kind] for kind in types[first:])]
+
+
+def is_reader(module: nn.Module) -> bool:
+    """Whether the model itself gives this attention module another layer's keys and values."""
+    return bool(getattr(module, "is_kv_shared_layer", False))
+
+
+def kv_shape(config: PretrainedConfig, layer: int | None = None) -> tuple[int, int]:
+    """Key/value heads and their dimension in one layer (default: the first with full attention), 0 where the config is silent."""
+    types = getattr(config, "layer_types", None) or []
+    if layer is None:
+        layer = types.index("full_attention") if "full_attention" in types else 0
+    per_layer = getattr(config, "per_layer_config", None)
+    heads = getattr(config, "num_attention_heads", 0) or 0
+    of_layer = config if per_layer is None else per_layer[layer]
+    kv_heads = getattr(of_layer, "num_key_value_heads", None) or heads
+    head_dim = getattr(of_layer, "head_dim", None) or (config.hidden_size // heads if heads else 0)
+    if per_layer is None and types[layer : layer + 1] == ["full_attention"]:
+        # Gemma 4, before configs told layers apart.
+        head_dim = getattr(config, "global_head_dim", None) or head_dim
+        if getattr(config, "attention_k_eq_v", False):
+            kv_heads = getattr(config, "num_global_key_value_heads", None) or kv_heads
+    return kv_heads, head_dim
 
 
 def is_full_attention_layer(layer: CacheLayerMixin) -> bool:
@@ -80,6 +142,16 @@ def can_crop_sliding(layer: DynamicSlidingWindowLayer) -> bool:
 def is_plain_causal(mask_function: Callable) -> bool:
     """False when a model overlays its own pattern (bidirectional image blocks, prefix-LM) on the causal mask."""
     return mask_function is causal_mask_function
+
+
+def ranks_of(model) -> Ranks:
+    """How Transformers divided the heads of a model among processes (`tp_plan=`, `tp_size=`); alone for a config."""
+    size, mesh = getattr(model, "_tp_size", None) or 1, getattr(model, "_device_mesh", None)
+    if size == 1 or mesh is None:
+        return ALONE
+    if "tp" in (mesh.mesh_dim_names or ()):
+        mesh = mesh["tp"]
+    return Ranks(mesh.get_local_rank(), size, mesh.get_group())
 
 
 def register_attention(name: str, attention: Callable, mask: Callable) -> None:

@@ -1,15 +1,16 @@
 """The contract between Transformers and one full-attention decoder layer of ours."""
 
 from abc import abstractmethod
-from dataclasses import dataclass
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
-from transformers.cache_utils import CacheLayerMixin
 
 from ..errors import UnsupportedOperationError
-from ..hf import compat, handoff
+from ..hf import compat
 from ..hf.attention import base_attention, first_mask
+from .owning import AttentionCall, OwningLayer
+from .reading import OpenForward
 from .session import Clock, Session
 from .store import RaggedStore, storage_bytes
 
@@ -21,50 +22,21 @@ def _may_wait(tensor: Tensor) -> bool:
     return not (tensor.is_cuda and torch.cuda.is_current_stream_capturing())
 
 
-@dataclass(frozen=True)
-class AttentionCall:
-    """What one attention call fixes besides the tensors.
-
-    Attributes:
-        scale: factor on the logits.
-        softcap: cap on the logits (Gemma 2), 0 for none.
-        sinks: `[Hq]` learned extra logits in the softmax denominator (gpt-oss), or None.
-    """
-
-    scale: float
-    softcap: float = 0.0
-    sinks: Tensor | None = None
-
-    @classmethod
-    def of(cls, module: nn.Module, head_dim: int, kwargs: dict) -> "AttentionCall":
-        """Reads the keyword arguments of a Transformers attention call; refuses those we would have to ignore."""
-        for name in ("position_bias", "sliding_window"):
-            if kwargs.get(name) is not None:
-                raise UnsupportedOperationError(f"attention with {name} is not supported in a full-attention layer.")
-        if kwargs.get("dropout"):
-            raise UnsupportedOperationError("attention dropout is active; call model.eval() before generating.")
-        scale = kwargs.get("scaling")
-        if scale is None:
-            scale = getattr(module, "scaling", None) or head_dim**-0.5
-        return cls(float(scale), float(kwargs.get("softcap") or 0.0), kwargs.get("s_aux"))
-
-
-class SparseLayer(CacheLayerMixin):
+class SparseLayer(OwningLayer):
     """Base of our layers: counters, padding, the three kinds of forward, and Transformers' bookkeeping calls.
 
     Subclasses implement `absorb_prompt` and `absorb_turn` (what to do with a multi-token forward) and `decode` (a one-token
-    step).
+    step), and the parts of them (see `OwningLayer`) where other layers may read this one's keys and values.
 
     Attributes:
         is_croppable: drafts can be taken back without a trace, so Transformers may use assisted decoding.
         can_rewind: at least the tokens decoded one by one since the last compression can be taken back.
+        only_newest: of a first prompt, nobody wants the attention of any but the newest token: the others get zeros.
     """
 
-    is_sliding = False
-    is_compileable = True
     is_croppable = True
     can_rewind = True
-    supports_early_init = False
+    only_newest = False
 
     def __init__(self, layer_idx: int, session: Session):
         super().__init__()
@@ -75,37 +47,7 @@ class SparseLayer(CacheLayerMixin):
 
     # --- the forward -----------------------------------------------------------------------------------------------
 
-    def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
-        """Nothing to do ahead of time: buffers are sized by the prompt."""
-
-    def update(self, key_states: Tensor, value_states: Tensor, *args, **kwargs) -> tuple[Tensor, Tensor]:
-        """Hands this layer to the attention function and returns the new keys and values as they are.
-
-        Args:
-            key_states, value_states: `[B, Hkv, T, D]`, rotated.
-        """
-        session = self.session
-        session.binding.check_attached()
-        waiting = handoff.pending_attention()
-        if session.unclaimed is not None or (waiting is not None and waiting.session is session):
-            missed = session.unclaimed if session.unclaimed is not None else waiting.layer_idx
-            handoff.drop_attention()
-            raise UnsupportedOperationError(
-                f"the keys and values of layer {missed} never reached the 'kvsparse' attention function: the model's attention was "
-                "switched, it does not use Transformers' AttentionInterface, or a forward was interrupted (then reset() the cache)."
-            )
-        if not torch.compiler.is_compiling():
-            session.check_batch(key_states.shape[0])
-            session.binding.check_heads(key_states.shape[1], key_states.shape[3])
-            handoff.offer_attention(self, key_states)
-        elif self.is_plain_step(key_states.shape[2]):
-            handoff.offer_attention(self, key_states)
-        else:
-            handoff.offer_outside(self, key_states)
-        return key_states, value_states
-
     def is_plain_step(self, tokens: int) -> bool:
-        """Whether a forward of so many tokens is a one-token step, which may be traced; all others run in plain Python."""
         return self.is_initialized and tokens == 1 and not self.session.padding_open
 
     def attend(self, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, *args, **kwargs):
@@ -130,15 +72,24 @@ class SparseLayer(CacheLayerMixin):
         if mask is not None and mask.shape[1:] == (1, 1, 1) and mask.dtype == torch.int32:
             mask = first_mask(module.config, query)  # ours, from before the cache started over
         session.begin(self.layer_idx, key, has_mask=mask is not None)
-        out = base_attention(module, query, key, value, mask, *args, **kwargs)
+        out = self.prompt_attention(module, query, key, value, mask, *args, **kwargs)
         self.device = key.device
         clock = session.clock(key.device)
         positions = torch.arange(key.shape[2], device=key.device) - clock.pad.unsqueeze(1)
         pad = clock.pad.long().unsqueeze(1).expand(-1, key.shape[1])
-        with torch.no_grad():
-            self.absorb_prompt(query, key, value, positions.unsqueeze(1).expand(-1, key.shape[1], -1), pad, call)
-        self.is_initialized = True
+        positions = positions.unsqueeze(1).expand(-1, key.shape[1], -1)
+        trains = module.training and torch.is_grad_enabled()
+        self.forward = OpenForward(key, value, positions, pad, is_first=True, trains=trains)
+        self.bring(query, None, call)
         return out
+
+    def prompt_attention(self, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, *args, **kwargs):
+        """Attention over a first prompt, of this layer or of one that reads it: what the model would have run without us."""
+        if not (self.only_newest and query.shape[2] > 1):
+            return base_attention(module, query, key, value, mask, *args, **kwargs)
+        mask = mask[:, :, -1:] if mask is not None and mask.dim() == 4 else mask
+        newest, weights = base_attention(module, query[:, :, -1:], key, value, mask, *args, **kwargs)
+        return F.pad(newest, (0, 0, 0, 0, query.shape[2] - 1, 0)), weights
 
     @torch.compiler.disable
     def _later_forward(self, query: Tensor, key: Tensor, value: Tensor, call: AttentionCall) -> Tensor:
@@ -148,7 +99,13 @@ class SparseLayer(CacheLayerMixin):
         positions = clock.newest.long().unsqueeze(1) + torch.arange(1 - tokens, 1, device=key.device)
         pad = (-positions[:, 0]).clamp(0, tokens)  # leading new tokens that are still padding
         with torch.no_grad():
-            out = self.absorb_turn(query, key, value, positions, pad, call)
+            if self.readers:
+                self.open_turn(query, key, value, positions, pad)
+                out, lse = self.attend_turn(query, key, value, pad, call)
+                self.forward = OpenForward(key, value, positions, pad, is_first=False)
+                self.bring(query, lse, call)
+            else:
+                out = self.absorb_turn(query, key, value, positions, pad, call)
         return out.transpose(1, 2).contiguous()
 
     @abstractmethod
@@ -196,23 +153,10 @@ class SparseLayer(CacheLayerMixin):
         seen = self.session.clock(self.device).seen
         return seen if torch.compiler.is_compiling() else seen.clone()
 
-    def get_max_length(self) -> int:
-        """No maximum: -1."""
-        return -1
-
-    def get_max_cache_shape(self) -> int:
-        """The name of `get_max_length` before Transformers 5.13."""
-        return -1
-
     def reset(self) -> None:
         """Forgets the tokens and keeps the buffers, so that compiled graphs stay valid."""
         self.is_initialized = False
-
-    def offload(self) -> None:
-        raise UnsupportedOperationError("layer-wise offloading is not supported; use a cache whose action is 'offload'.")
-
-    def prefetch(self) -> None:
-        raise UnsupportedOperationError("layer-wise offloading is not supported; use a cache whose action is 'offload'.")
+        self.forward, self.is_spent, self._gathered = None, False, ()
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
         """Row `i` becomes what row `beam_idx[i]` was, with all its state."""
@@ -238,6 +182,11 @@ class SparseLayer(CacheLayerMixin):
 
     # --- what it holds ---------------------------------------------------------------------------------------------
 
+    @property
+    def stores(self) -> list[RaggedStore]:
+        """Every store that holds tokens of this layer."""
+        return [] if self.store is None else [self.store]
+
     def tensors(self) -> dict[str, Tensor]:
         """Every tensor this layer holds, by name."""
         return self.store.tensors() if self.store is not None else {}
@@ -261,6 +210,10 @@ class SparseLayer(CacheLayerMixin):
         """Bytes this layer holds in host memory for offloaded tokens."""
         return 0
 
+    def traffic(self) -> tuple[int, int, int]:
+        """Hits, misses and bytes moved to the device of a layer that offloads. Waits for the device."""
+        return 0, 0, 0
+
     def reserve_bytes(self) -> int:
         """The part of `device_bytes` that is allocated and empty."""
         empty = int((self.store.allocated - self.store.length.cpu()).sum())
@@ -279,16 +232,27 @@ class SparseLayer(CacheLayerMixin):
         return int(self.store.length.sum()) * (self._entry_bytes() - self.store.positions.element_size())
 
     def kept_entries(self) -> Tensor:
-        """`[B, H]` entries held on the device."""
+        """`[B, H]` entries held: on the device, or in all tiers of a layer that has several."""
         return self.store.length
+
+    def token_places(self, row: int, seen: int) -> dict[str, Tensor]:
+        """Where the tokens of a row are, by place ("device", "host", "quantized"): `[H, seen]` bool each. Waits for the device."""
+        return {"device": self.store.tokens_held(row, seen)}
 
     def reachable_entries(self) -> Tensor:
         """`[B, H]` entries that a later step can still read, wherever they are."""
         return self.kept_entries()
 
+    def tier_entries(self) -> dict[str, int]:
+        """Entries by the place where they are, for a layer that has several. Waits for the device."""
+        return {}
+
     def open_room(self) -> int | None:
         """One-token steps that surely fit before `grow` is needed; None for a layer that never grows. Waits for the device."""
         return None
+
+    def check_turn(self, tokens: int) -> None:
+        """Raises `BudgetError` before a later forward of so many tokens where the layer could not hold them."""
 
     def grow(self, room: int) -> None:
         """Makes room for `room` further tokens per head (outside any compiled step)."""

@@ -3,7 +3,6 @@
 from dataclasses import replace
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from .. import ops
@@ -11,7 +10,7 @@ from ..errors import UnsupportedOperationError
 from ..hf.rotary import KeyRotation
 from ..policy.base import Candidates, Policy
 from ..policy.budgets import Cost
-from ..policy.select import protected_mask, select_top
+from ..policy.select import all_valid, append_zeros, protected_mask, select_top
 from .base import AttentionCall, SparseLayer
 from .positions import CachePositions
 from .session import Clock, Session
@@ -72,7 +71,7 @@ class EvictingLayer(SparseLayer):
     # --- multi-token forwards --------------------------------------------------------------------------------------
 
     def absorb_prompt(self, query, key, value, positions, pad, call: AttentionCall) -> None:
-        self._compress(self._candidates(query, key, value, positions, pad, call))
+        self._compress(self._candidates(query, key, value, positions, pad, call, fresh=key.shape[2]))
 
     def attend_turn(self, query, key, value, pad, call: AttentionCall) -> tuple[Tensor, Tensor]:
         """Attention of new tokens over the kept ones and themselves, and the logs of its softmax denominators."""
@@ -95,22 +94,30 @@ class EvictingLayer(SparseLayer):
         )
 
     def absorb_turn(self, query, key, value, positions, pad, call: AttentionCall) -> Tensor:
-        store = self.store
         out, lse = self.attend_turn(query, key, value, pad, call)
+        self.take_turn(query, key, value, positions, pad, call, lse)
+        return out
+
+    def take_turn(self, query, key, value, positions, pad, call: AttentionCall, lse: Tensor | None) -> None:
+        store = self.store
         if self._compresses_turns():
             kept = self._kept()
             new = (key, value, positions.unsqueeze(1).expand(-1, key.shape[1], -1))
             keys, values, positions = (torch.cat((old, extra.to(old.dtype)), dim=2) for old, extra in zip(kept[:3], new, strict=True))
             # Padding among the new tokens stands between the kept and the new only while nothing real was kept.
             pad = kept[3] + pad.unsqueeze(1)
-            memory = {name: _append_zeros(held, key.shape[2]) for name, held in kept[4].items()}
-            self._compress(self._candidates(query, keys, values, positions, pad, call, lse=lse, memory=memory))
+            memory = {name: append_zeros(held, key.shape[2]) for name, held in kept[4].items()}
+            fresh = key.shape[2]
+            self._compress(self._candidates(query, keys, values, positions, pad, call, lse=lse, memory=memory, fresh=fresh))
         else:
             room = int((store.capacity - store.length).min())
             if room < key.shape[2]:
                 self.grow(key.shape[2] - room + self.reserve)
             self.store.append(key.detach(), value.detach(), positions, pad)
-        return out
+
+    @property
+    def queries_read(self) -> int | None:
+        return self.policy.queries_read
 
     def _compresses_turns(self) -> bool:
         """The chunks of one prompt are compressed as they come. Later turns (and drafts, which may be taken back) only
@@ -129,7 +136,8 @@ class EvictingLayer(SparseLayer):
     def _candidates(self, query, keys, values, positions, pad, call: AttentionCall, **more) -> Candidates:
         layers = self.session.binding.layers
         return Candidates(
-            query, keys, values, positions, pad, call.scale, call.softcap, call.sinks, self.layer_idx, layers, **more
+            query, keys, values, positions, pad, call.scale, call.softcap, call.sinks, self.layer_idx, layers,
+            ranks=self.session.binding.ranks, **more
         )
 
     def _compress(self, candidates: Candidates, counts: Tensor | None = None, limit: Tensor | None = None) -> None:
@@ -145,8 +153,11 @@ class EvictingLayer(SparseLayer):
         if counts is None:
             counts = policy.counts(candidates, available, seen, self._cost(candidates.keys, candidates.values))
         candidates = replace(candidates, memory=policy.observe(candidates))
-        if bool((available <= counts).all()):
-            index = _all_valid(pad, length)
+        over = bool((available > counts).any())
+        if policy.couples_heads:
+            over = bool(candidates.ranks.largest(int(over), pad.device))
+        if not over:
+            index = all_valid(pad, length)
         else:
             self._settled = seen
             on_device = counts.to(pad.device)
@@ -162,7 +173,7 @@ class EvictingLayer(SparseLayer):
     def _cost(self, keys: Tensor, values: Tensor) -> Cost:
         """What one row pays over all budgeted layers: key, value, position and what the policy remembers per entry, five
         counters per head, and the second copy of the keys that `positions="cache"` moves."""
-        heads = keys.shape[1] * self.session.budgeted_layers
+        heads = keys.shape[1] * self.session.binding.ranks.size * self.session.budgeted_layers
         key = keys.shape[-1] * keys.element_size()
         entry, fixed = key + values.shape[-1] * values.element_size() + 4 + self.policy.memory_bytes, 24
         if self.cache_positions is not None:
@@ -200,6 +211,10 @@ class EvictingLayer(SparseLayer):
     # --- one-token steps -------------------------------------------------------------------------------------------
 
     def decode(self, query: Tensor, key: Tensor, value: Tensor, clock: Clock, call: AttentionCall) -> Tensor:
+        self.append_token(key, value, clock)
+        return self.read_token(query, clock, call)
+
+    def append_token(self, key: Tensor, value: Tensor, clock: Clock) -> None:
         store = self.store
         ops.store_token(
             store.keys,
@@ -217,6 +232,9 @@ class EvictingLayer(SparseLayer):
         )
         if self.cache_positions is not None and self.policy.bounded:
             self.cache_positions.step(store, clock.newest)
+
+    def read_token(self, query: Tensor, clock: Clock, call: AttentionCall) -> Tensor:
+        store = self.store
         out, _, _ = ops.decode_attention(
             query,
             store.keys,
@@ -280,15 +298,3 @@ class EvictingLayer(SparseLayer):
     def tensors(self) -> dict[str, Tensor]:
         extra = self.cache_positions.tensors() if self.cache_positions is not None else {}
         return {**super().tensors(), **extra}
-
-
-def _all_valid(pad: Tensor, length: int) -> Tensor:
-    """`[B, H, M]` indices of every valid candidate, -1 trailing."""
-    width = max(int(length - pad.min()), 0)
-    index = pad.unsqueeze(-1) + torch.arange(width, device=pad.device)
-    return index.masked_fill(index >= length, -1)
-
-
-def _append_zeros(memory: Tensor, tokens: int) -> Tensor:
-    """`[B, H, M, …]` -> `[B, H, M + tokens, …]`."""
-    return F.pad(memory, (0, 0) * (memory.dim() - 3) + (0, tokens))

@@ -88,9 +88,9 @@ class RecompressingLayer(EvictingLayer):
         self._note(query, positions[:, 0, -1], call)
         super().absorb_prompt(query, key, value, positions, pad, call)
 
-    def absorb_turn(self, query, key, value, positions, pad, call: AttentionCall) -> Tensor:
+    def take_turn(self, query, key, value, positions, pad, call: AttentionCall, lse: Tensor | None) -> None:
         self._note(query, positions[:, -1], call)
-        return super().absorb_turn(query, key, value, positions, pad, call)
+        super().take_turn(query, key, value, positions, pad, call, lse)
 
     def _note(self, query: Tensor, newest: Tensor, call: AttentionCall) -> None:
         self._call = AttentionCall(call.scale, call.softcap)
@@ -104,7 +104,6 @@ class RecompressingLayer(EvictingLayer):
     def _candidates(self, query, keys, *args, **more):
         # A short turn brings fewer queries than the policy looks at; the ring has the ones before.
         if self.ring is not None and query.shape[2] < min(self.ring.width, keys.shape[2]):
-            more.setdefault("fresh", query.shape[2])
             more["lse"] = None
             query = self.ring.newest(self.session.clock(keys.device).newest, min(self.ring.width, keys.shape[2]))
         return super()._candidates(query, keys, *args, **more)
@@ -124,10 +123,12 @@ class RecompressingLayer(EvictingLayer):
         least = kept + self.interval
         return least, torch.minimum(kept + max(self.reserve, self.interval), self._limit + self.interval)
 
-    def decode(self, query: Tensor, key: Tensor, value: Tensor, clock: Clock, call: AttentionCall) -> Tensor:
-        out = super().decode(query, key, value, clock, call)
+    def read_token(self, query: Tensor, clock: Clock, call: AttentionCall) -> Tensor:
+        out = super().read_token(query, clock, call)
         if self.ring is not None:
-            self.ring.push(query, clock.newest)
+            queries = self.gather(query)
+            if queries is not None:
+                self.ring.push(queries[0], clock.newest)
         return out
 
     # --- between two steps -----------------------------------------------------------------------------------------

@@ -44,14 +44,16 @@ class ReplayingLayer(EvictingLayer):
         store = self.store
         self.needed = torch.zeros(store.batch, store.heads, int(store.length.max()), device=store.keys.device)
 
-    def absorb_turn(self, query, key, value, positions, pad, call: AttentionCall) -> Tensor:
+    def attend_turn(self, query, key, value, pad, call: AttentionCall) -> tuple[Tensor, Tensor]:
+        if self.replay is not None:
+            for row, (first, last, tokens) in enumerate(zip(self.replay.first, self.replay.last, self.replay.tokens, strict=True)):
+                if first < last:
+                    self._judge(row, first, last, query[row, :, :tokens], key[row, :, :tokens], call)
+        return super().attend_turn(query, key, value, pad, call)
+
+    def take_turn(self, query, key, value, positions, pad, call: AttentionCall, lse: Tensor | None) -> None:
         if self.replay is None:
-            return super().absorb_turn(query, key, value, positions, pad, call)
-        out, _ = self.attend_turn(query, key, value, pad, call)
-        for row, (first, last, tokens) in enumerate(zip(self.replay.first, self.replay.last, self.replay.tokens, strict=True)):
-            if first < last:
-                self._judge(row, first, last, query[row, :, :tokens], key[row, :, :tokens], call)
-        return out
+            super().take_turn(query, key, value, positions, pad, call, lse)
 
     def _judge(self, row: int, first: int, last: int, query: Tensor, key: Tensor, call: AttentionCall) -> None:
         # Nothing was dropped yet, so that slots are positions.

@@ -19,23 +19,8 @@ class ObservingLayer(EvictingLayer):
 
     policy: ObservingPolicy
 
-    def decode(self, query: Tensor, key: Tensor, value: Tensor, clock: Clock, call: AttentionCall) -> Tensor:
+    def read_token(self, query: Tensor, clock: Clock, call: AttentionCall) -> Tensor:
         store, wanted = self.store, self.policy.reads_weights
-        # A full segment gives up the slot that `cursor` names.
-        ops.store_token(
-            store.keys,
-            store.values,
-            store.positions,
-            key,
-            value,
-            clock.newest,
-            store.start,
-            store.capacity,
-            store.length,
-            store.pinned,
-            store.cursor,
-            backend=self.backend,
-        )
         out, lse, logits = ops.decode_attention(
             query,
             store.keys,
@@ -50,11 +35,14 @@ class ObservingLayer(EvictingLayer):
             return_logits=wanted,
             backend=self.backend,
         )
-        self.follow(clock, logits.detach() if wanted else None, lse.detach() if wanted else None)
+        followed = self.gather(logits.detach(), lse.detach()) if wanted else self.gather()
+        if followed is not None:
+            self.follow(clock, *followed)
         return out
 
-    def follow(self, clock: Clock, logits: Tensor | None, lse: Tensor | None) -> None:
-        """After a decoded token was stored. `logits` `[B, Hq, C]` and `lse` `[B, Hq]` are its attention. Static."""
+    def follow(self, clock: Clock, logits: Tensor | None = None, lse: Tensor | None = None) -> None:
+        """After a decoded token was stored and everyone has read. `logits` `[B, Hq, C]` and `lse` `[B, Hq]` are its attention.
+        A full segment then gives up the slot that `cursor` names. Static."""
         raise TypeError(f"{type(self).__name__} must define this.")
 
 
@@ -69,7 +57,7 @@ class ScoredLayer(ObservingLayer):
         super()._rebuild(candidates, index, limit)
         self._name_victim(candidates.positions[:, 0, -1])
 
-    def follow(self, clock: Clock, logits: Tensor | None, lse: Tensor | None) -> None:
+    def follow(self, clock: Clock, logits: Tensor | None = None, lse: Tensor | None = None) -> None:
         self._name_victim(clock.newest)
 
     def _name_victim(self, newest: Tensor) -> None:
@@ -103,3 +91,9 @@ class FollowingLayer(ScoredLayer):
             recent=-1 if policy.recent is None else policy.recent,
             backend=self.backend,
         )
+        ranks = self.session.binding.ranks
+        if ranks.size > 1 and policy.couples_heads:
+            # The heads of all ranks hold the same tokens in the same slots.
+            scores = store.extra[policy.remembers]
+            scores.copy_(ranks.mean(scores))
+            self._name_victim(clock.newest)

@@ -66,11 +66,18 @@ class SelectingLayer(SparseLayer):
         selector.refresh(store, 0)
 
     def absorb_turn(self, query, key, value, positions, pad, call: AttentionCall) -> Tensor:
-        selector = self.selector
+        self.open_turn(query, key, value, positions, pad)
+        out, _ = self.attend_turn(query, key, value, pad, call)
+        self.take_turn(query, key, value, positions, pad, call, None)
+        return out
+
+    def open_turn(self, query, key, value, positions, pad) -> None:
         if not self.session.record_past:  # drafts come and go; the budget must not
             self._set_budget(positions, key, value)
-        selector.observe(query, key, pad)
-        query, key = selector.enter(query), selector.enter(key)
+        self.selector.observe(query, key, pad)
+
+    def attend_turn(self, query, key, value, pad, call: AttentionCall) -> tuple[Tensor, None]:
+        query, key = self.selector.enter(query), self.selector.enter(key)
         store = self.store
         out = ops.chunk_attention(
             query,
@@ -87,6 +94,11 @@ class SelectingLayer(SparseLayer):
             sinks=call.sinks,
             backend=self.backend,
         )
+        return out, None
+
+    def take_turn(self, query, key, value, positions, pad, call: AttentionCall, lse: Tensor | None) -> None:
+        store, selector = self.store, self.selector
+        key = selector.enter(key)
         longest = int(store.length.max())
         if store.max_capacity - longest < key.shape[2]:
             self._enlarge(longest + key.shape[2] + self.reserve)
@@ -94,13 +106,19 @@ class SelectingLayer(SparseLayer):
         since = int(store.length.min())
         store.append(key.detach(), value.detach(), positions, pad)
         selector.refresh(store, since)
-        return out
+
+    @property
+    def queries_read(self) -> int | None:
+        return None if self.selector.reads_queries else 0
 
     def _set_budget(self, positions: Tensor, key: Tensor, value: Tensor) -> None:
+        self.selector.set_budget(self._budget_of(positions, key, value), key.device)
+
+    def _budget_of(self, positions: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        """`[B]` tokens that a step reads per key/value head, on the host."""
         seen = (positions[:, -1].cpu() + 1).clamp(min=1)
         entry = key.shape[-1] * key.element_size() + value.shape[-1] * value.element_size()
-        cost = Cost(entry * key.shape[1] * self.session.budgeted_layers, 0)
-        self.selector.set_budget(self.budget.per_head(seen, cost), key.device)
+        return self.budget.per_head(seen, Cost(entry * key.shape[1] * self.session.binding.ranks.size * self.session.budgeted_layers, 0))
 
     def _whole_pages(self, tokens: int) -> int:
         size = self.selector.page_size
@@ -109,8 +127,12 @@ class SelectingLayer(SparseLayer):
     # --- one-token steps -------------------------------------------------------------------------------------------
 
     def decode(self, query: Tensor, key: Tensor, value: Tensor, clock: Clock, call: AttentionCall) -> Tensor:
+        self.append_token(key, value, clock)
+        return self.read_token(query, clock, call)
+
+    def append_token(self, key: Tensor, value: Tensor, clock: Clock) -> None:
         store, selector = self.store, self.selector
-        query, key = selector.enter(query), selector.enter(key)
+        key = selector.enter(key)
         ops.store_token(
             store.keys,
             store.values,
@@ -128,6 +150,10 @@ class SelectingLayer(SparseLayer):
             backend=self.backend,
         )
         selector.appended(store, key, value)
+
+    def read_token(self, query: Tensor, clock: Clock, call: AttentionCall) -> Tensor:
+        store, selector = self.store, self.selector
+        query = selector.enter(query)
         if self.session.record_past or selector.covers(store):
             return self.read(query, None, call)[0]
         selection = selector.select(query, store, call)
@@ -199,6 +225,9 @@ class SelectingLayer(SparseLayer):
     def restore(self, tensors: dict[str, Tensor], saved: dict, device: torch.device) -> None:
         mine = {name: tensor for name, tensor in tensors.items() if not name.startswith(_STATE)}
         super().restore(mine, saved, device)
+        self._restore_selector(tensors, saved)
+
+    def _restore_selector(self, tensors: dict[str, Tensor], saved: dict) -> None:
         state = {name.removeprefix(_STATE): tensor for name, tensor in tensors.items() if name.startswith(_STATE)}
         self.selector.restore(state, saved["selector"], self.store)
 

@@ -136,7 +136,15 @@ class Session:
 
         Raises:
             UnsupportedOperationError: tokens that were already seen are fed again.
+            BudgetError: a layer could not hold so many more.
         """
+        self._compare_positions(position_ids, tokens)
+        if tokens > 1:
+            for layer in self.layers:
+                if hasattr(layer, "check_turn") and layer.is_initialized:
+                    layer.check_turn(tokens)
+
+    def _compare_positions(self, position_ids: Tensor | None, tokens: int) -> None:
         if self.batch is None or position_ids is None or position_ids.dim() != 2:
             self._start_over_if(self.restart_pending)
             if self.batch is None and position_ids is not None and position_ids.dim() == 2:

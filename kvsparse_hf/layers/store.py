@@ -63,13 +63,21 @@ class RaggedStore:
         self.max_capacity = math.ceil(int(allocated.max()) / grid) * grid
         rows = int(allocated.sum())
         start = allocated.flatten().cumsum(0) - allocated.flatten()
-        self.keys = static_zeros(rows, keys_like.shape[-1], dtype=keys_like.dtype, device=device)
-        self.values = static_zeros(rows, values_like.shape[-1], dtype=values_like.dtype, device=device)
+        self.keys = self._payload(rows, keys_like)
+        self.values = self._payload(rows, values_like)
         self.positions = static_zeros(rows, dtype=torch.int32, device=device)
         self.start = static_copy(start.view_as(allocated).to(device))
         for name in self._PER_HEAD:
             setattr(self, name, static_zeros(*allocated.shape, dtype=torch.int32, device=device))
         self.extra: dict[str, Tensor] = {}
+
+    def _payload(self, rows: int, like: Tensor) -> Tensor:
+        """The buffer of the keys or the values."""
+        return static_zeros(rows, like.shape[-1], dtype=like.dtype, device=like.device)
+
+    def _empty(self, allocated: Tensor) -> "RaggedStore":
+        """A store of the same kind with other segments, nothing in them."""
+        return RaggedStore(allocated, self.keys, self.values, self.grid)
 
     @property
     def batch(self) -> int:
@@ -148,6 +156,20 @@ class RaggedStore:
         valid = slot < self.length.unsqueeze(-1)
         return torch.where(valid, self.start.unsqueeze(-1) + slot, 0), valid
 
+    def span(self, first: int, last: int, row: int | None = None) -> tuple[Tensor, Tensor]:
+        """Keys and values `[B, H, last - first, D]` of those slots, of all rows or of one, where all segments are alike."""
+        rows = slice(None) if row is None else slice(row, row + 1)
+        shape = (self.batch, self.heads, self.max_capacity, -1)
+        return tuple(tensor.view(shape)[rows, :, first:last] for tensor in (self.keys, self.values))
+
+    def tokens_held(self, row: int, seen: int) -> Tensor:
+        """`[H, seen]` bool on the host: which of the tokens at positions `0 … seen` of a row are here. Waits for the device."""
+        held = torch.zeros(self.heads, seen + 1, dtype=torch.bool)
+        positions = self.positions.cpu().long().clamp(0, seen)
+        for head, (first, count) in enumerate(zip(self.start[row].tolist(), self.length[row].tolist(), strict=True)):
+            held[head, positions[first : first + count]] = True
+        return held[:, :seen]
+
     def export(self) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
         """The kept tokens in order of position, right-aligned (invalid entries lead).
 
@@ -167,7 +189,7 @@ class RaggedStore:
         """The store whose row `i` is row `index[i]` of this one; itself, changed in place, where the shapes allow."""
         host = index.cpu()
         allocated = self.allocated[host]
-        target = self if torch.equal(allocated, self.allocated) else RaggedStore(allocated, self.keys, self.values, self.grid)
+        target = self if torch.equal(allocated, self.allocated) else self._empty(allocated)
         index = index.to(self.start.device)
         chosen = self._rows_of(index, host)
         per_head = {name: getattr(self, name)[index] for name in self._PER_HEAD}
@@ -175,7 +197,7 @@ class RaggedStore:
             target.extra.setdefault(name, static_like(self.extra[name], target.keys.shape[0]))
         for name, value in per_head.items():
             getattr(target, name).copy_(value)
-        snapshot = {name: tensor[chosen] for name, tensor in self._row_tensors().items()}
+        snapshot = {name: tensor[chosen.to(tensor.device)] for name, tensor in self._row_tensors().items()}
         for name, tensor in target._row_tensors().items():
             tensor.copy_(snapshot[name])
         return target
@@ -192,7 +214,7 @@ class RaggedStore:
 
     def grown(self, allocated: Tensor) -> "RaggedStore":
         """A copy with larger segments, `allocated` `[B, H]` entries on the host, all of them open."""
-        target = RaggedStore(allocated, self.keys, self.values, self.grid)
+        target = self._empty(allocated)
         rows, valid = self.slots()
         for name in self._PER_HEAD:
             getattr(target, name).copy_(getattr(self, name))
@@ -202,7 +224,7 @@ class RaggedStore:
             target.extra[name] = static_like(self.extra[name], target.keys.shape[0])
         mine = self._row_tensors()
         for name, tensor in target._row_tensors().items():
-            tensor[destination[valid]] = mine[name][rows[valid]]
+            tensor[destination[valid].to(tensor.device)] = mine[name][rows[valid].to(tensor.device)]
         return target
 
     def append(self, keys: Tensor, values: Tensor, positions: Tensor, pad: Tensor) -> None:

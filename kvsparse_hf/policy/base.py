@@ -5,6 +5,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
+from ..ranks import ALONE, Ranks
 from .budgets import Budget, Cost
 
 
@@ -23,6 +24,7 @@ class Candidates:
         memory: what the policy remembers of each candidate, `[B, H, N, …]` by name; zeros for new ones.
         fresh: newest candidates that no earlier compression has seen; None where those are the ones with queries.
         counts: `[B, H]` entries that may stay, once they are known.
+        ranks: who holds the other heads of the layer, under tensor parallelism; H counts this rank's.
     """
 
     query: Tensor
@@ -39,6 +41,7 @@ class Candidates:
     memory: dict[str, Tensor] = field(default_factory=dict)
     fresh: int | None = None
     counts: Tensor | None = None
+    ranks: Ranks = ALONE
 
     @property
     def length(self) -> int:
@@ -78,6 +81,11 @@ class Policy:
         return self.budget is not None
 
     @property
+    def couples_heads(self) -> bool:
+        """Whether what one head keeps depends on the others, so that ranks which share the heads decide together."""
+        return False
+
+    @property
     def grid(self) -> int:
         """More than 1 where the next prompt may share out the same entries in another way (see `RaggedStore`)."""
         return 1
@@ -105,6 +113,12 @@ class Policy:
     def newest_queries(self) -> int:
         """How many of the newest queries `scores` looks at; a layer that compresses while decoding keeps as many."""
         return 0
+
+    @property
+    def queries_read(self) -> int | None:
+        """How many of the newest queries of a multi-token forward `observe` and `scores` look at; None for all. Layers whose
+        keys and values others read as well keep no more than these of everyone's."""
+        return None if self.evicts else 0
 
     def observe(self, candidates: Candidates) -> dict[str, Tensor]:
         """What to remember of each candidate after a multi-token forward, `[B, H, N, …]` by name. Kept entries carry it

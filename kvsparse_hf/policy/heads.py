@@ -54,8 +54,20 @@ class AdaptiveHeads(Policy):
     def grid(self) -> int:
         return 64
 
+    @property
+    def couples_heads(self) -> bool:
+        return True
+
     def allocate(self, candidates: Candidates, scores: Tensor, counts: Tensor) -> Tensor:
-        pad, length = candidates.pad, candidates.length
+        ranks, device = candidates.ranks, scores.device
+        length = ranks.largest(candidates.length, device)
+        pad = ranks.gather(candidates.pad + length - candidates.length)
+        scores = ranks.gather_ragged(scores.float(), length)
+        every = ranks.gather(counts.to(device)).cpu() if ranks.size > 1 else counts
+        return self._divide(pad, length, scores, every)[:, ranks.share(every.shape[1])]
+
+    def _divide(self, pad: Tensor, length: int, scores: Tensor, counts: Tensor) -> Tensor:
+        """`counts` `[B, H]`, divided anew among all heads. `pad` `[B, H]`, `scores` `[B, H, N]` with N = `length`."""
         available = (length - pad).cpu()
         # Counts that differ between the heads are the shares of an earlier choice, which stay.
         rows = (available > counts).any(1) & (counts == counts[:, :1]).all(1)
@@ -64,7 +76,7 @@ class AdaptiveHeads(Policy):
         protect = protected_mask(pad, length, counts.to(pad.device), self.sinks, self.tails(counts.to(pad.device)))
         held = protect.sum(-1).cpu()
         total = (counts - held).sum(1)
-        free = candidates.valid & ~protect
+        free = (torch.arange(length, device=pad.device) >= pad.unsqueeze(-1)) & ~protect
         if self.normalize:
             scores = scores * _concentration(scores, free, int(total.max()) // counts.shape[1])
         number = count_best(scores, free, total).cpu()
@@ -112,13 +124,16 @@ def table_counts(table: Tensor, average: int, protected: int, length: int, beta:
     return protected + distribute(wanted, free * weights.numel(), caps).view(table.shape)
 
 
-def _fits(counts: Tensor, available: Tensor) -> Tensor:
-    if counts.shape != available.shape:
+def _fits(counts: Tensor, available: Tensor, candidates: Candidates) -> Tensor:
+    """This rank's part of counts `[B, H]` for all heads of the layer."""
+    mine = counts[:, candidates.ranks.share(counts.shape[1])]
+    if mine.shape != available.shape:
         raise UnsupportedOperationError(
-            f"the plan is for {counts.shape[1]} key/value heads per layer, this forward has {available.shape[1]}: plans do not serve "
-            "tensor parallelism, nor a model whose config does not state its heads."
+            f"the plan is for {counts.shape[1]} key/value heads per layer, this forward has {available.shape[1]} on each of "
+            f"{candidates.ranks.size} rank(s): the model's config does not state its heads, or the cache was constructed from a config "
+            "and the model is divided among ranks; construct it from the model."
         )
-    return counts
+    return mine
 
 
 @dataclass(frozen=True)
@@ -143,7 +158,7 @@ class TableHeads(Policy):
         table, protected = torch.tensor(self.table, dtype=torch.float64), self.tail + self.sinks
         averages = self.budget.per_head(seen, cost).tolist()
         rows = [table_counts(table, n, protected, length, self.beta)[self.depth] for n, length in zip(averages, seen.tolist(), strict=True)]
-        return _fits(torch.stack(rows), available)
+        return _fits(torch.stack(rows), available, candidates)
 
 
 @dataclass(frozen=True)
@@ -171,7 +186,7 @@ class SpanPolicy(Policy):
 
     def counts(self, candidates: Candidates, available: Tensor, seen: Tensor, cost: Cost) -> Tensor:
         spans = torch.tensor([EVERYTHING if span is None else span for span in self.spans])
-        return _fits(spans.expand(len(available), -1), available)
+        return _fits(spans.expand(len(available), -1), available, candidates)
 
     def pinned(self, counts: Tensor, kept: Tensor) -> Tensor:
         # A head that keeps everything only grows; in the others the sink slots are fixed from the start.
@@ -197,7 +212,7 @@ class ElasticSpanPolicy(SpanPolicy):
 
     def counts(self, candidates: Candidates, available: Tensor, seen: Tensor, cost: Cost) -> Tensor:
         spans = [[self.span(head, length + self.new_tokens) for head in self.rules] for length in seen.tolist()]
-        return _fits(torch.tensor(spans), available)
+        return _fits(torch.tensor(spans), available, candidates)
 
     def span(self, head: tuple[tuple[float, float], ...], length: int) -> int:
         """Entries that a key/value head holds of a text of `length` tokens."""

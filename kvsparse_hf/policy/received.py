@@ -52,8 +52,8 @@ def _prompt_lse(candidates: Candidates, backend: str) -> Tensor:
     skipped = candidates.pad.clamp(max=earlier)
     _, lse = ops.chunk_attention(
         query,
-        keys[:, :, :width].reshape(-1, keys.shape[-1]),
-        values[:, :, :width].reshape(-1, values.shape[-1]),
+        keys[:, :, :width].reshape(-1, keys.shape[-1]).contiguous(),
+        values[:, :, :width].reshape(-1, values.shape[-1]).contiguous(),
         first + skipped,
         (earlier - skipped).to(torch.int32),
         keys[:, :, earlier:],

@@ -1,6 +1,7 @@
 """Which entries stay, given scores and counts. Ties break to the lower index; kept indices ascend."""
 
 import torch
+import torch.nn.functional as F
 
 NEG_INF = float("-inf")
 
@@ -57,3 +58,15 @@ def select_top(scores: torch.Tensor, pad: torch.Tensor, protect: torch.Tensor, c
     excess = torch.arange(width, device=scores.device) >= counts.unsqueeze(-1)
     order = torch.sort(order.masked_fill(excess, length), dim=-1).values
     return order.masked_fill(order == length, -1)
+
+
+def all_valid(pad: torch.Tensor, length: int) -> torch.Tensor:
+    """`[B, H, M]` indices of every valid candidate, -1 trailing."""
+    width = max(int(length - pad.min()), 0)
+    index = pad.unsqueeze(-1) + torch.arange(width, device=pad.device)
+    return index.masked_fill(index >= length, -1)
+
+
+def append_zeros(memory: torch.Tensor, tokens: int) -> torch.Tensor:
+    """`[B, H, M, …]` -> `[B, H, M + tokens, …]`."""
+    return F.pad(memory, (0, 0) * (memory.dim() - 3) + (0, tokens))

@@ -19,10 +19,12 @@ class Selection(NamedTuple):
         pages: `[B, Hs, P]` int32 page ids relative to the segment, -1 for none. Hs is H, or Hq where every query head
             reads its own pages.
         extra: what `finish` needs of the choice.
+        wider: `[B, Hs, P + spare]` the same choice with more pages, where the selector was asked for `spare` ones.
     """
 
     pages: Tensor
     extra: tuple[Tensor, ...] = ()
+    wider: Tensor | None = None
 
 
 class Selector(ABC):
@@ -43,6 +45,7 @@ class Selector(ABC):
     Attributes:
         width: pages that a step reads at most.
         limit: `[B]` pages of each row, where they differ (share budgets of rows of unlike length); else None.
+        spare: pages beyond its budget that a choice also names, for a layer that brings them in early (see `Selection.wider`).
     """
 
     STATE: ClassVar[tuple[str, ...]] = ("limit",)
@@ -56,15 +59,24 @@ class Selector(ABC):
         self.page_size = page_size
         self.backend = backend
         self.width = 0
+        self.spare = 0
         self.limit: Tensor | None = None
 
     def minimum_pages(self) -> int:
         """Pages that are always read, and one chosen freely."""
         return self.sinks + self.recent + 1
 
+    def page_budget(self, tokens: Tensor) -> Tensor:
+        """`[B]` pages that a step reads with a budget of `tokens` `[B]`."""
+        return (tokens // self.page_size).clamp(min=self.minimum_pages())
+
+    def listed_pages(self, width: int) -> int:
+        """Length of the list that `select` gives with a budget of `width` pages."""
+        return width
+
     def set_budget(self, tokens: Tensor, device: torch.device) -> None:
         """Fixes how much a step reads: `tokens` `[B]` per key/value head, on the host."""
-        pages = (tokens // self.page_size).clamp(min=self.minimum_pages())
+        pages = self.page_budget(tokens)
         self.width = int(pages.max())
         if bool((pages == self.width).all()):
             self.limit = None
@@ -74,6 +86,11 @@ class Selector(ABC):
     def covers(self, store: RaggedStore) -> bool:
         """Whether a step reads everything that `store` can hold, so that there is nothing to choose."""
         return self.limit is None and store.max_capacity <= self.width * self.page_size
+
+    @property
+    def reads_queries(self) -> bool:
+        """Whether `observe` looks at the queries of a multi-token forward."""
+        return False
 
     # --- outside the step ------------------------------------------------------------------------------------------
 
@@ -133,11 +150,16 @@ class Selector(ABC):
         """The step's output `[B, Hq, Dv]`, from the attention `out` (and its `lse` `[B, Hq]`) over what was selected."""
         return out
 
-    def top(self, scores: Tensor) -> Tensor:
-        """The best `width` pages of `[B, Hs, P]` scores (`limit[b]` where rows differ), ascending, -1 behind the last."""
+    def top(self, scores: Tensor, more: int = 0) -> Tensor:
+        """The best `width` pages of `[B, Hs, P]` scores (`limit[b]` where rows differ), and so many more; ascending, -1
+        behind the last."""
         if self.limit is None:
-            return ops.topk_pages(scores, self.width, backend=self.backend)
-        return top_ragged(scores, self.width, self.limit)
+            return ops.topk_pages(scores, self.width + more, backend=self.backend)
+        return top_ragged(scores, self.width + more, self.limit + more)
+
+    def choose(self, scores: Tensor) -> Selection:
+        """What these scores select."""
+        return Selection(self.top(scores), wider=self.top(scores, self.spare) if self.spare else None)
 
     # --- state -----------------------------------------------------------------------------------------------------
 

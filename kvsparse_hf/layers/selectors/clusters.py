@@ -10,7 +10,7 @@ from ...policy.clusters import group_tokens, groups_for, kmeans
 from ...policy.reading import key_logits, masked_softmax, merge_partials, per_query_head, reduce_logits
 from ..base import AttentionCall
 from ..store import RaggedStore
-from .base import Selection, dense_view
+from .base import Selection
 from .zones import ZonedSelector
 
 _CUT = 4  # a cluster of more than so many times the mean size is cut
@@ -61,6 +61,10 @@ class ClusterSelector(ZonedSelector):
         if self.size is not None:
             self.size.zero_()
 
+    @property
+    def reads_queries(self) -> bool:
+        return self.by_queries
+
     def observe(self, query: Tensor, key: Tensor, pad: Tensor) -> None:
         if not self.by_queries:
             return
@@ -101,8 +105,7 @@ class ClusterSelector(ZonedSelector):
         return moved
 
     def _add_segment(self, store: RaggedStore, row: int, first: int, last: int) -> bool:
-        keys = dense_view(store, store.keys)[row, :, first:last]
-        values = dense_view(store, store.values)[row, :, first:last]
+        keys, values = (part[0] for part in store.span(first, last, row))
         most = _CUT * self.per_cluster
         clusters, groups = groups_for(last - first, self.per_cluster, most)
         used, total = self._used[row], self.size.shape[2]

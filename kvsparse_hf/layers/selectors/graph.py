@@ -118,6 +118,10 @@ class GraphSelector(ZonedSelector):
         self._metric_known = [False] * batch
         self.graphs = [[] for _ in range(batch)]
 
+    @property
+    def reads_queries(self) -> bool:
+        return self.by_queries
+
     def observe(self, query: Tensor, key: Tensor, pad: Tensor) -> None:
         if not self.by_queries:
             return

@@ -8,7 +8,7 @@ from torch import Tensor
 from ... import ops
 from ..base import AttentionCall
 from ..store import RaggedStore
-from .base import Selection, Selector, dense_view
+from .base import Selection, Selector
 
 
 class PageSelector(Selector):
@@ -34,15 +34,16 @@ class PageSelector(Selector):
         lengths = store.length.cpu()
         first, last = since // size, -(-int(lengths.max()) // size)
         whole = max(first, int(lengths.min()) // size)  # pages before are full in every row
-        keys = dense_view(store, store.keys).unflatten(2, (total, size))
         if whole > first:
-            low, high = torch.aminmax(keys[:, :, first:whole], dim=3)
+            keys = store.span(first * size, whole * size)[0].unflatten(2, (-1, size))
+            low, high = torch.aminmax(keys, dim=3)
             self.bounds[:, :, first:whole] = torch.stack((high, low), dim=3)
         if last > whole:
+            keys = store.span(whole * size, last * size)[0].unflatten(2, (-1, size))
             slot = torch.arange(whole * size, last * size, device=keys.device).view(-1, size)
             filled = (slot < store.length[..., None, None]).unsqueeze(-1)
-            high = keys[:, :, whole:last].masked_fill(~filled, float("-inf")).amax(3)
-            low = keys[:, :, whole:last].masked_fill(~filled, float("inf")).amin(3)
+            high = keys.masked_fill(~filled, float("-inf")).amax(3)
+            low = keys.masked_fill(~filled, float("inf")).amin(3)
             self.bounds[:, :, whole:last] = torch.stack((high, low), dim=3).masked_fill(~filled.any(3).unsqueeze(3), 0)
 
     def summary(self) -> Tensor:
@@ -50,7 +51,7 @@ class PageSelector(Selector):
 
     def select(self, query: Tensor, store: RaggedStore, call: AttentionCall) -> Selection:
         if self.reduce != "none":
-            return Selection(self.top(self._scores(query, store, call, self.reduce)))
+            return self.choose(self._scores(query, store, call, self.reduce))
         # One query head of every group at a time, each against all the summaries.
         grouped = query.unflatten(1, (store.heads, -1))
         scores = [self._scores(grouped[:, :, g], store, call, "max") for g in range(grouped.shape[2])]

@@ -101,6 +101,9 @@ class ZonedSelector(Selector):
         waiting = (store.length - self.indexed.unsqueeze(1) - self.recent).clamp(min=0)
         return torch.minimum(super().entries_read(store) + waiting, store.length)
 
+    def listed_pages(self, width: int) -> int:
+        return width + self.update_every
+
     # --- in the step -----------------------------------------------------------------------------------------------
 
     def always_read(self, store: RaggedStore) -> Tensor:
