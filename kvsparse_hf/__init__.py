@@ -13,13 +13,16 @@ from .errors import (
 from .hf.attention import detach
 from .methods import (
     AdaKVCache,
+    CLACache,
     DuoAttentionCache,
     ExpectedAttentionCache,
     FullCache,
     H2OCache,
     HeadKVCache,
+    HiSparseCache,
     KeyDiffCache,
     KnormCache,
+    KVSharerCache,
     KVzipCache,
     LokiCache,
     MoACache,
@@ -31,7 +34,9 @@ from .methods import (
     SnapKVCache,
     SparQCache,
     StreamingLLMCache,
+    TieredCache,
     TOVACache,
+    YOCOCache,
 )
 from .presets import list_presets, load_preset
 from .registry import get_method, list_methods, register_method
@@ -43,6 +48,7 @@ __version__ = "0.1.0"
 __all__ = [
     "AdaKVCache",
     "BudgetError",
+    "CLACache",
     "CacheReport",
     "DuoAttentionCache",
     "ExpectedAttentionCache",
@@ -50,6 +56,8 @@ __all__ = [
     "FullCache",
     "H2OCache",
     "HeadKVCache",
+    "HiSparseCache",
+    "KVSharerCache",
     "KVSparseError",
     "KVzipCache",
     "KeyDiffCache",
@@ -68,8 +76,10 @@ __all__ = [
     "SparseCache",
     "StreamingLLMCache",
     "TOVACache",
+    "TieredCache",
     "UnsupportedModelError",
     "UnsupportedOperationError",
+    "YOCOCache",
     "detach",
     "disable",
     "enable",

@@ -29,11 +29,28 @@ class EvictingOptions(CommonOptions):
         "original", description="rotary positions of kept tokens: where they were in the text, or where they are in the cache"
     )
 
+    action: Literal["evict", "offload", "quantize"] = Field(
+        "evict", description="what becomes of the tokens over the budget: gone, in host memory and still used exactly, or in few bits"
+    )
+    bits: Literal[8, 4, "fp8"] = Field(8, description="action='quantize': int8, int4 or float8_e4m3fn")
+    group: int = Field(32, ge=1, description="action='quantize': channels of a token that share a range")
+    host_bytes: Any = Field(
+        None, description="action='offload': host memory that the cache may take ('8GiB' or bytes); null: what the machine has"
+    )
+
     @field_validator("budget")
     @classmethod
     def _plain_budget(cls, value: Any) -> Any:
         budget = Budget.parse(value)
         return next(part for part in (budget.tokens, budget.share, value) if part is not None)
+
+    @model_validator(mode="after")
+    def _check_action(self) -> "EvictingOptions":
+        belongs = {"bits": "quantize", "group": "quantize", "host_bytes": "offload"}
+        for name, action in belongs.items():
+            if action != self.action and getattr(self, name) != type(self).model_fields[name].default:
+                raise OptionError(f"{name} has no effect with action={self.action!r}; give action={action!r}, or leave it out.")
+        return self
 
     def protected(self) -> tuple[int, str]:
         """Entries that are always kept, and what they are."""

@@ -28,7 +28,7 @@ class Plan:
     """The contents of a plan file.
 
     Attributes:
-        kind: the method it is for: "headkv", "duo" or "moa".
+        kind: the method it is for: "headkv", "duo", "moa" or "kvsharer".
         model: fingerprint of the model it was made on.
         tensors: by name.
         facts: how it was made, as JSON values.

@@ -46,7 +46,7 @@ def read_preset(name_or_path: str | Path) -> dict[str, Any]:
     if "method" not in content:
         raise PresetError(f"{path} does not name a 'method'.")
     try:
-        fields = get_method(str(content["method"])).Options.model_fields
+        fields = get_method(str(content["method"])).options_for(content).model_fields
     except KVSparseError as error:
         raise PresetError(f"{path}: {error}") from error
     for key in content:

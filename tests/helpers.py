@@ -32,6 +32,31 @@ def dense(model: PreTrainedModel) -> DynamicCache:
     return DynamicCache(config=model.config)
 
 
+class SharingDense(DynamicCache):
+    """Transformers' own cache with the plainest sharing there is: a layer gets what its source has stored.
+
+    Args:
+        sources: the layer whose keys and values each layer reads.
+    """
+
+    def __init__(self, model: PreTrainedModel, sources: list[int]):
+        super().__init__(config=model.config)
+        self.sources = sources
+
+    def update(self, keys: Tensor, values: Tensor, layer_idx: int, *args, **kwargs) -> tuple[Tensor, Tensor]:
+        source = self.sources[layer_idx]
+        if source == layer_idx:
+            return super().update(keys, values, layer_idx, *args, **kwargs)
+        return self.layers[source].keys, self.layers[source].values
+
+
+def full_layers(model: PreTrainedModel) -> list[int]:
+    """The layers with full attention."""
+    types = getattr(model.config, "layer_types", None) or ["full_attention"] * model.config.num_hidden_layers
+    sliding = getattr(model.config, "sliding_window", None) if not getattr(model.config, "layer_types", None) else None
+    return [] if sliding else [index for index, kind in enumerate(types) if kind == "full_attention"]
+
+
 def forward(model: PreTrainedModel, ids: Tensor, cache: Cache | None = None, **kwargs) -> Tensor:
     """Logits of one forward."""
     if cache is not None:
@@ -85,16 +110,15 @@ def seen(cache: Cache) -> int:
 
 
 def kept(cache, layer: int = -1) -> list[list[list[int]]]:
-    """True positions held, ascending: `[row][head]`."""
-    store = cache.sparse_layers[layer].store
-    rows, heads = store.start.shape
-    out = []
-    for row in range(rows):
-        out.append([])
-        for head in range(heads):
-            first, count = int(store.start[row, head]), int(store.length[row, head])
-            out[-1].append(sorted(store.positions[first:first + count].tolist()))
-    return out
+    """True positions held, in any store of the layer, ascending: `[row][head]`."""
+    stores = cache.sparse_layers[layer].stores
+    rows, heads = stores[0].start.shape
+    return [[sorted(sum((_held(store, row, head) for store in stores), [])) for head in range(heads)] for row in range(rows)]
+
+
+def _held(store, row: int, head: int) -> list[int]:
+    first, count = int(store.start[row, head]), int(store.length[row, head])
+    return store.positions[first:first + count].tolist()
 
 
 def kept_in_all_layers(cache) -> list:

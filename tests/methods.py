@@ -1,9 +1,10 @@
 """The methods under test. A new method adds one entry here and then passes every test in `conformance/`."""
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
-from helpers import kept_in_all_layers
+from helpers import SharingDense, dense, full_layers, kept_in_all_layers
 
 import kvsparse_hf
 from kvsparse_hf import SparseCache
@@ -32,9 +33,12 @@ class MethodCase:
         selects: nothing is evicted, but a decoded token reads at most the budget; drafts are verified densely.
         sinks, window: first and newest tokens that always stay.
         variant: another setting of a method listed before; spared the matrix of all architectures.
+        rounds: a small budget leaves some tokens in few bits.
         streaming: position alone decides, so the kept tokens are the first `sinks` and the newest ones.
         uneven: "heads" where the heads of a layer hold unequal numbers of entries, "layers" where the layers do too; only the
             average over them is then the budget.
+        queries: dense layers' worth of queries that a prompt holds, where the scores look at all queries of several layers.
+        dense: makes the dense cache, of Transformers' own code, whose results an ample budget must give.
     """
 
     id: str
@@ -48,6 +52,7 @@ class MethodCase:
     croppable: bool = True
     assisted: bool = False
     selects: bool = False
+    rounds: bool = False
     rounding: float = 1.0
     takes_budget: bool = True
     sinks: int = 0
@@ -55,6 +60,8 @@ class MethodCase:
     variant: bool = False
     streaming: bool = False
     uneven: str = ""
+    dense: Callable = dense
+    queries: int = 0
 
     def make(self, model, budget: Any = BUDGET, **overrides) -> SparseCache:
         options = {**self.options, **overrides}
@@ -85,6 +92,14 @@ class MethodCase:
                 kept -= self.drops
             kept += 1
         return min(kept, budget) if self.bounded else kept
+
+    def owners(self, layers: int) -> int:
+        """How many of so many full-attention layers store something."""
+        return layers
+
+    def is_untouched(self, length: int, budget: int = BUDGET) -> bool:
+        """Whether a prompt of so many tokens is read as it was, until it grows."""
+        return length <= budget or not (self.evicts or self.selects or self.rounds)
 
 
 _SNAP = dict(window=4, kernel=3)
@@ -191,8 +206,91 @@ METHODS += [
     MethodCase("kvzip", kvsparse_hf.KVzipCache, evicts=False, assisted=True),
 ]
 
+# --- tiers ---
+
+
+@dataclass(frozen=True)
+class TieredCase(MethodCase):
+    """A small budget means small shares: of the lossy variant some tokens are gone then, and some rounded."""
+
+    def make(self, model, budget: Any = BUDGET, **overrides) -> SparseCache:
+        shares = dict(hbm=0.4, host=0.6)
+        if self.evicts and budget == BUDGET:
+            shares = dict(hbm=0.3, host=0.2, quantized=0.2, evicted=0.3)
+        return self.cache(model, **{"sinks": 1, "recent": 3, "interval": 4, "group": 8, **shares, **overrides})
+
+    def is_untouched(self, length: int, budget: int = BUDGET) -> bool:
+        return not self.evicts or length <= 4
+
+    def kept_after_prompt(self, length: int, budget: int = BUDGET) -> int:
+        return length - min(int(0.3 * length + 1e-9), max(length - 4, 0)) if self.evicts else length
+
+    def kept_after_decode(self, length: int, steps: int, budget: int = BUDGET) -> int:
+        since = (steps - 1) % 4 + 1 if steps else 0  # steps after the last ranking
+        return self.kept_after_prompt(length + steps - since) + since
+
+
+METHODS += [
+    TieredCase("tiered", kvsparse_hf.TieredCache, evicts=False, assisted=True, takes_budget=False),
+    TieredCase("tiered-lossy", kvsparse_hf.TieredCache, every=4, croppable=False, takes_budget=False, variant=True),
+    MethodCase("snapkv-offload", kvsparse_hf.SnapKVCache, {**_SNAP, "action": "offload"}, evicts=False, assisted=True, variant=True),
+    MethodCase("snapkv-quantize", kvsparse_hf.SnapKVCache, {**_SNAP, "action": "quantize", "group": 8}, evicts=False, croppable=False,
+               rounds=True, variant=True),
+    MethodCase("h2o-offload", kvsparse_hf.H2OCache, {"action": "offload", "interval": 5}, evicts=False, assisted=True, variant=True),
+]
+
+# --- offloading, with a hot buffer that is smaller than most prompts ---
+
+METHODS += [
+    MethodCase("hisparse", kvsparse_hf.HiSparseCache, _QUEST, **_SELECTS),
+    MethodCase("hisparse-loki", kvsparse_hf.HiSparseCache, {**_QUEST, "selector": "loki", "d_f": 0.5, "prefetch": 2},
+               rounding=2.0, variant=True, **_SELECTS),
+    MethodCase("hisparse-ivf", kvsparse_hf.HiSparseCache, {"selector": "ivf", "sinks": 2, "recent": 3, "update_every": 4,
+                                                           "per_cluster": 2, "segment": 64}, variant=True, **_SELECTS),
+]
+
+# --- layer-level methods ---
+
+
+def dense_in_pairs(model) -> SharingDense:
+    """Every second full-attention layer gets what the one before it holds."""
+    sources, full = list(range(model.config.num_hidden_layers)), full_layers(model)
+    for reader, source in zip(full[1::2], full[::2], strict=False):
+        sources[reader] = source
+    return SharingDense(model, sources)
+
+
+@dataclass(frozen=True)
+class SharedCase(MethodCase):
+    """Every second full-attention layer reads the one before it."""
+
+    def make(self, model, budget: Any = BUDGET, **overrides) -> SparseCache:
+        options = {**self.options, **overrides}
+        if self.cache is kvsparse_hf.KVSharerCache:
+            full = full_layers(model)
+            options["plan"] = list(zip(full[1::2], full[::2], strict=False))
+        if self.takes_budget:
+            options["budget"] = budget
+        return self.cache(model, **options)
+
+    dense: Callable = dense_in_pairs
+
+    def owners(self, layers: int) -> int:
+        return (layers + 1) // 2
+
+
+METHODS += [
+    SharedCase("cla", kvsparse_hf.CLACache, {"factor": 2}, evicts=False, assisted=True, takes_budget=False),
+    SharedCase("cla-snapkv", kvsparse_hf.CLACache, {"factor": 2, "inner": "snapkv", **_SNAP}, window=4, variant=True),
+    SharedCase("cla-h2o", kvsparse_hf.CLACache, {"factor": 2, "inner": "h2o"}, window=6, memory=4, queries=3, variant=True, **_BOUNDED),
+    SharedCase("cla-quest", kvsparse_hf.CLACache, {"factor": 2, "inner": "quest", **_QUEST}, variant=True, **_SELECTS),
+    SharedCase("cla-rkv", kvsparse_hf.CLACache, {"factor": 2, "inner": "rkv", **_SNAP, "recompress_every": 8}, every=8, croppable=False,
+               window=4, variant=True),
+    SharedCase("kvsharer", kvsparse_hf.KVSharerCache, evicts=False, assisted=True, takes_budget=False, variant=True),
+]
+
 ALL = {case.id: case for case in METHODS}
 MAIN = [case for case in METHODS if not case.variant]
 EVICTING = [case for case in METHODS if case.evicts and case.takes_budget]
 # One method for each kind of cache layer: what a layer does whatever its method is tested with these alone.
-CORE = [ALL[name] for name in ("full", "snapkv", "streaming", "h2o", "quest", "adakv")]
+CORE = [ALL[name] for name in ("full", "snapkv", "streaming", "h2o", "quest", "adakv", "tiered")]

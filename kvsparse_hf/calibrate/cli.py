@@ -116,6 +116,35 @@ def moa(
     typer.echo(f"{output}: {plan.facts['masked']:.1%} of the influence is masked; density {reached}.")
 
 
+@app.command()
+def kvsharer(
+    model: _Model,
+    text: _Text,
+    output: Annotated[Path, typer.Option("--output", "-o", help="file to write")] = Path("kvsharer-plan.safetensors"),
+    shared: Annotated[float, typer.Option(min=0.0, help="layers to give up, or (below 1) their share of all")] = 0.25,
+    windows: Annotated[int, typer.Option(min=1, help="stretches of text to read")] = 30,
+    length: Annotated[int, typer.Option(min=2, help="tokens of a stretch")] = 64,
+    cosine: Annotated[float, typer.Option(help="a pair must keep the last hidden states' cosine above this")] = 0.5,
+    divergence: Annotated[float | None, typer.Option(help="and the logits' KL up to this, in nats per token. Default: not asked")] = None,
+    order: Annotated[str, typer.Option(help="pairs to try first: dissimilar (as published), similar or random")] = "dissimilar",
+    seed: Annotated[int, typer.Option(help="of the random order")] = 0,
+    device: _Device = "auto",
+    dtype: _Dtype = "auto",
+) -> None:
+    """Which layers can read another's keys and values, for KVSharerCache(plan=FILE). An interrupted run goes on."""
+    from .kvsharer import calibrate_kvsharer
+
+    if order not in ("dissimilar", "similar", "random"):
+        raise typer.BadParameter("is dissimilar, similar or random.", param_hint="--order")
+    loaded, tokenizer = _load(model, device, dtype)
+    stretches = _whole_windows(tokenizer, text, length, windows)
+    wanted = shared if shared < 1 else int(shared)
+    with _progress("layers") as advance:
+        plan = calibrate_kvsharer(loaded, stretches, output, wanted, cosine, divergence, order, seed, progress=advance)
+    pairs = ", ".join(f"{reader} reads {source}" for reader, source in plan.tensors["pairs"].tolist())
+    typer.echo(f"{output}: {pairs or 'no pair'}; cosine {plan.facts['cosine_reached'][-1:]}, KL {plan.facts['divergence_reached'][-1:]}.")
+
+
 def _load(model: str, device: str, dtype: str):
     from ..cli.loading import choose_device, choose_dtype, load_model
 

@@ -1,4 +1,4 @@
-"""Sums over samples that survive an interruption."""
+"""What a calibration has found so far, in files that survive an interruption."""
 
 import json
 from collections.abc import Iterable, Iterator
@@ -50,6 +50,40 @@ class RunningSums:
         scratch = self.path.with_name(self.path.name + ".new")
         head = {"settings": self.settings, "done": self.done}
         save_file({name: tensor.contiguous() for name, tensor in self.sums.items()}, scratch, {"kvsparse": json.dumps(head)})
+        scratch.replace(self.path)
+
+    def finish(self) -> None:
+        """The plan is written: the file has served."""
+        self.path.unlink(missing_ok=True)
+
+
+class RunningRecords:
+    """A list of findings that grows one by one, kept in a file beside the plan until the plan is written.
+
+    A file that another setting (or model) has left is ignored and overwritten.
+
+    Attributes:
+        items: JSON objects, in the order in which they were found.
+    """
+
+    def __init__(self, plan: str | Path, settings: dict[str, Any]):
+        plan = Path(plan)
+        self.path = plan.with_name(plan.name + ".partial")
+        self.settings = json.loads(json.dumps(settings))
+        self.items: list[dict[str, Any]] = []
+        try:
+            left = json.loads(self.path.read_text(encoding="utf-8"))
+            if left["settings"] == self.settings:
+                self.items = list(left["items"])
+        except (OSError, UnicodeDecodeError, KeyError, TypeError, ValueError):
+            pass  # nothing usable was left
+
+    def add(self, item: dict[str, Any]) -> None:
+        """Adds one finding and writes the file."""
+        self.items.append(item)
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        scratch = self.path.with_name(self.path.name + ".new")
+        scratch.write_text(json.dumps({"settings": self.settings, "items": self.items}), encoding="utf-8")
         scratch.replace(self.path)
 
     def finish(self) -> None:

@@ -119,6 +119,7 @@ class ExpectedAttentionCache(EvictingCache):
 
     paper = "arXiv 2510.00636"
     needs = "the distribution of the queries, keys and values"
+    other_actions = True
     Options = ExpectedAttentionOptions
 
     def make_policy(self, layer_idx: int) -> Policy:

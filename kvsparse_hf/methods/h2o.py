@@ -118,6 +118,9 @@ class H2OCache(EvictingCache):
     memory, by a second pass over the keys; decisions use past queries only (the simulation behind the paper's few-shot
     tables sums over future ones too).
 
+    With `action="offload"` or `"quantize"` the losers stay within reach and keep their scores: all tokens are ranked after
+    every `interval` decoded ones (which gather beside the budget until then), and may come back.
+
     Summed attention favours early tokens, which had more queries to receive it from. `normalize="count"` divides by their
     number; `decay` forgets old attention.
 
@@ -129,6 +132,7 @@ class H2OCache(EvictingCache):
     paper = "arXiv 2306.14048"
     needs = "the attention each token received from all queries"
     prefix_safe = False
+    other_actions = True
     Options = H2OOptions
 
     def make_policy(self, layer_idx: int) -> HeavyHitterPolicy:

@@ -24,6 +24,8 @@ class DistinctKeysPolicy(Policy):
 
     block: int | None = 128
 
+    queries_read = 0
+
     def scores(self, candidates: Candidates) -> Tensor:
         block = max(candidates.length, 1) if self.block is None else self.block
         return keep_by_blocks(candidates, block, self.sinks, self.tail)
@@ -71,6 +73,7 @@ class KeyDiffCache(EvictingCache):
 
     paper = "arXiv 2504.15364"
     needs = "keys"
+    other_actions = True
     Options = KeyDiffOptions
 
     def make_policy(self, layer_idx: int) -> Policy:

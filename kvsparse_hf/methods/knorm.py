@@ -19,6 +19,8 @@ from .periodic import KeyScoreOptions
 class ShortKeysPolicy(Policy):
     """Keeps the keys with the smallest L2 norm."""
 
+    queries_read = 0
+
     def scores(self, candidates: Candidates) -> Tensor:
         return -key_norms(candidates.keys)
 
@@ -60,6 +62,7 @@ class KnormCache(EvictingCache):
 
     paper = "arXiv 2406.11430"
     needs = "keys"
+    other_actions = True
     Options = KnormOptions
 
     def prepare(self) -> None:

@@ -154,19 +154,20 @@ class KVzipCache(EvictingCache):
                 for layer in self.sparse_layers:
                     layer.replay = None
                 self.session.rewind(seen)
-                self._room = None
+                self.forget_room()
                 for index, layer in others.items():
                     self.layers[index] = copy.deepcopy(layer)
             if progress is not None:
                 progress(done, len(chunks))
 
     def _drop(self, rows: list[Tensor], averages: list[int], protected: int) -> None:
-        layers = self.sparse_layers
+        layers, ranks = self.sparse_layers, self.binding.ranks
         keep = []
         for row, average in enumerate(averages):
-            scores = torch.stack([layer.needed[row].cpu() for layer in layers])
+            mine = torch.stack([layer.needed[row] for layer in layers])
+            scores = ranks.gather(mine).cpu()
             total = average * scores.shape[0] * scores.shape[1]
-            keep.append(keep_best(scores, len(rows[row]), protected, total))
+            keep.append(keep_best(scores, len(rows[row]), protected, total)[:, ranks.share(scores.shape[1])])
         for depth, layer in enumerate(layers):
             layer.keep(torch.stack([chosen[depth] for chosen in keep]).to(layer.device))
 

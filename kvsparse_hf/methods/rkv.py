@@ -41,6 +41,10 @@ class RKVPolicy(Policy):
     def newest_queries(self) -> int:
         return self.window
 
+    @property
+    def queries_read(self) -> int:
+        return self.window
+
     def scores(self, candidates: Candidates) -> Tensor:
         window = min(self.window, candidates.query.shape[2], candidates.length)
         # A prompt is long and compressed once: what counts is memory. Later it is the number of launches.

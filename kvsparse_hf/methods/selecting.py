@@ -15,8 +15,8 @@ from ..policy.base import Policy
 from ..policy.budgets import Budget
 
 
-class SelectingOptions(CommonOptions):
-    """Options that every selecting method takes."""
+class GroupSelectingOptions(CommonOptions):
+    """Options of selecting methods whose query heads share what their key/value head reads."""
 
     budget: Any = Field(
         2048,
@@ -29,7 +29,6 @@ class SelectingOptions(CommonOptions):
     reduce: Literal["softmax_mean", "max", "mean"] = Field(
         "softmax_mean", description="how the scores of the query heads that share a key/value head become one"
     )
-    per_query_head: bool = Field(False, description="every query head reads its own choice, `budget` entries each")
 
     @field_validator("budget")
     @classmethod
@@ -42,9 +41,15 @@ class SelectingOptions(CommonOptions):
         return self.sinks + self.recent + 1, "sinks + recent + 1"
 
     @model_validator(mode="after")
-    def _check_protected(self) -> "SelectingOptions":
+    def _check_protected(self) -> "GroupSelectingOptions":
         Budget.parse(self.budget).check_minimum(*self.protected())
         return self
+
+
+class SelectingOptions(GroupSelectingOptions):
+    """Options that every selecting method takes."""
+
+    per_query_head: bool = Field(False, description="every query head reads its own choice, `budget` entries each")
 
     def reduction(self) -> str:
         """How a selector ranks: the group's reduction, or "none" for each query head by itself."""

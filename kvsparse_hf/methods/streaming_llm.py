@@ -19,6 +19,8 @@ _EVERYTHING_ELSE = 2**40
 class StreamingPolicy(Policy):
     """Sinks, then as many of the newest tokens as the budget holds."""
 
+    queries_read = 0
+
     @property
     def moved_slots(self) -> int:
         return self.sinks

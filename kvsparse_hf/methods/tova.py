@@ -21,11 +21,18 @@ class LastQueryPolicy(FollowingPolicy):
     backend: str = "auto"
 
     remembers = "last"
+    queries_read = 1
 
     def observe(self, candidates: Candidates) -> dict[str, Tensor]:
         lse = candidates.lse
         last = replace(candidates, query=candidates.query[:, :, -1:], lse=None if lse is None else lse[:, :, -1:])
-        return {"last": _one_set(received_attention(last, 1.0, "mean", self.backend))}
+        # Equal groups: the mean over key/value heads of group means is the mean over all query heads.
+        per_head = received_attention(last, 1.0, "mean", self.backend)
+        return {"last": candidates.ranks.mean(per_head.mean(1, keepdim=True)).expand_as(per_head)}
+
+    @property
+    def couples_heads(self) -> bool:
+        return True
 
     @property
     def rule(self) -> dict:
@@ -33,11 +40,6 @@ class LastQueryPolicy(FollowingPolicy):
 
     def worth(self, entries: Entries) -> Tensor:
         return entries.memory["last"]
-
-
-def _one_set(per_head: Tensor) -> Tensor:
-    """Equal groups: the mean over key/value heads of group means is the mean over all query heads."""
-    return per_head.mean(1, keepdim=True).expand_as(per_head)
 
 
 class TOVAOptions(ObservingOptions):
@@ -74,6 +76,7 @@ class TOVACache(EvictingCache):
     paper = "arXiv 2401.06104"
     needs = "the attention of the newest query"
     prefix_safe = False
+    other_actions = True
     Options = TOVAOptions
 
     def make_policy(self, layer_idx: int) -> LastQueryPolicy:

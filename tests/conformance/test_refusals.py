@@ -147,11 +147,10 @@ def _gemma2_sdpa():
     return model
 
 
-def _gemma3n():
-    return transformers.Gemma3nForCausalLM(transformers.Gemma3nTextConfig(
-        **{**_SMALL, "num_hidden_layers": 4, "intermediate_size": 48}, num_key_value_heads=1, head_dim=16, num_kv_shared_layers=2,
-        vocab_size_per_layer_input=97, hidden_size_per_layer_input=8, laurel_rank=4, layer_types=["full_attention"] * 4,
-        activation_sparsity_pattern=[0.0] * 4))
+def _shares_otherwise():
+    model = build()
+    model.config.kv_source_layers = [0, 0]
+    return model
 
 
 @pytest.mark.parametrize("model, words", [
@@ -162,7 +161,7 @@ def _gemma3n():
     (_mamba, "attention"),
     (_classifier, "generate"),
     (_gemma2_sdpa, "eager"),
-    (_gemma3n, "shares keys and values"),
+    (_shares_otherwise, "shares keys and values"),
 ], ids=lambda value: getattr(value, "__name__", None))
 def test_unsupported_models(model, words):
     model = model()

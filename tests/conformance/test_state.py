@@ -256,7 +256,7 @@ def test_seen_and_kept_are_counted_apart(case):
     mine = case.make(model, reserve=3)
     assert (seen(mine), mine.report().kept, mine.report().evicted) == (0, 0, 0)
     forward(model, tokens(20), mine)
-    heads = 2 * 2
+    heads = 2 * case.owners(2)
     for steps in range(0, 30, 5):
         report = mine.report()
         kept = case.kept_after_decode(20, steps)
@@ -355,7 +355,7 @@ def test_crop_into_the_prompt(case):
             mine.crop(-5)
         assert same_snapshot(snapshot(mine), before) and seen(mine) == 30
     if case.croppable:
-        roomy, reference = case.make(model, AMPLE), dense(model)
+        roomy, reference = case.make(model, AMPLE), case.dense(model)
         for cache in (roomy, reference):
             forward(model, tokens(30), cache)
             cache.crop(-5)

@@ -22,7 +22,6 @@ from kvsparse_hf.policy.basis import key_basis
 from kvsparse_hf.policy.reading import merge_partials, top_ragged
 
 
-
 def _grouped(query, store):
     return query.view(store.batch, store.heads, -1, query.shape[-1]).double().numpy()
 
