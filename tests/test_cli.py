@@ -41,7 +41,7 @@ def refused(result, *words):
 def test_help_names_every_command():
     result = run("--help")
     assert result.exit_code == 0
-    for command in ("methods", "presets", "generate", "demo", "bench", "calibrate"):
+    for command in ("methods", "presets", "generate", "demo", "eval", "bench", "calibrate"):
         assert command in result.stdout
 
 

@@ -19,7 +19,7 @@ def test_without_triton_network_and_gpu():
         """
         import socket, sys
 
-        for name in ("triton", "flash_attn", "datasets", "lm_eval", "matplotlib"):
+        for name in ("triton", "flash_attn", "datasets", "evaluate", "lm_eval", "matplotlib", "rapidfuzz", "rouge"):
             sys.modules[name] = None  # importing it now raises ModuleNotFoundError
 
         def refuse(*args, **kwargs):
@@ -32,6 +32,7 @@ def test_without_triton_network_and_gpu():
 
         before = dict(ALL_ATTENTION_FUNCTIONS), dict(ALL_MASK_ATTENTION_FUNCTIONS), dict(vars(transformers.GenerationMixin))
         import kvsparse_hf
+        import kvsparse_hf.eval.command
         import torch
 
         after = dict(ALL_ATTENTION_FUNCTIONS), dict(ALL_MASK_ATTENTION_FUNCTIONS), dict(vars(transformers.GenerationMixin))

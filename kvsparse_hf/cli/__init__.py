@@ -6,7 +6,7 @@ import typer
 
 from .. import __version__
 from ..calibrate import cli as calibrate
-from . import bench, demo, generate, listing
+from . import bench, demo, eval, generate, inspect, listing
 from .errors import ErrorsInOneLine
 
 app = typer.Typer(
@@ -20,8 +20,11 @@ app = typer.Typer(
 
 app.command()(listing.methods)
 app.command()(listing.presets)
+app.command()(listing.tasks)
 app.command()(generate.generate)
 app.command()(demo.demo)
+app.command()(inspect.inspect)
+app.command(name="eval")(eval.evaluate)
 
 for _name, _sub_app in (("bench", bench.app), ("calibrate", calibrate.app)):
     app.add_typer(_sub_app, name=_name)

@@ -5,6 +5,8 @@ from typing import Annotated
 
 import typer
 
+from ..errors import KVSparseError
+
 app = typer.Typer(help="Measure speed.", no_args_is_help=True)
 
 
@@ -50,3 +52,54 @@ def prefill(
 
     systems = system or ["transformers-dynamic", "full", "snapkv", "h2o"]
     benchmark.run(systems, context or [32768], shape, budget, output)
+
+
+@app.command()
+def trace(
+    model: Annotated[str, typer.Option(help="Folder or Hub name of a real model.")],
+    text: Annotated[list[Path], typer.Option(help="Text file, one row of the trace; repeat it.")],
+    output: Annotated[Path, typer.Option(help="File for the trace.")] = Path("trace.safetensors"),
+    context: Annotated[int, typer.Option(help="Tokens of the prompt, whole pages.")] = 4096,
+    steps: Annotated[int, typer.Option(help="Tokens that are then read one by one.")] = 256,
+    budget: Annotated[int, typer.Option(help="Entries that a step reads per key/value head.")] = 256,
+    page_size: Annotated[int, typer.Option(help="Tokens of a page.")] = 16,
+    device: Annotated[str, typer.Option(help="auto, cpu, cuda, cuda:1, …")] = "auto",
+) -> None:
+    """Record which pages a real model selects while it reads texts; `bench offload` plays them back."""
+    import torch
+
+    from ..bench import traces
+    from .loading import choose_device, choose_dtype, load_model
+
+    where = choose_device(device)
+    loaded, tokenizer = load_model(model, where, choose_dtype("auto", where))
+    rows = [tokenizer(path.read_text(encoding="utf-8"), return_tensors="pt").input_ids[0, : context + steps] for path in text]
+    if min(map(len, rows)) < context + steps:
+        raise KVSparseError(f"a text has only {min(map(len, rows))} tokens, {context + steps} are needed.")
+    recorded = traces.record(loaded, torch.stack(rows).to(where), context, budget, page_size)
+    recorded.save(output)
+    typer.echo(f"{output}: {recorded.steps} steps of {len(rows)} texts, {tuple(recorded.pages.shape)} page numbers")
+
+
+@app.command()
+def offload(
+    trace: Annotated[Path, typer.Option(help="What `kvsparse bench trace` recorded.")],
+    hbm: Annotated[str | None, typer.Option(help="Cap on device memory for every system, such as 24GiB.")] = None,
+    host: Annotated[str | None, typer.Option(help="Cap on host memory, such as 96GiB.")] = None,
+    system: Annotated[list[str] | None, typer.Option(help="dense, quest, hisparse, …; repeat it. Default: all.")] = None,
+    batch: Annotated[list[int] | None, typer.Option(help="Rows; repeat it. Default: doubling until it does not fit.")] = None,
+    shape: Annotated[str, typer.Option(help="Shape of the random model.")] = "llama-3.1-8b",
+    context: Annotated[int, typer.Option(help="Tokens of each prompt.")] = 32768,
+    budget: Annotated[int, typer.Option(help="Entries that a step reads per key/value head.")] = 2048,
+    output: Annotated[Path, typer.Option(help="Folder for offload.jsonl and offload.png.")] = Path("examples/results"),
+) -> None:
+    """Dense, selection on the device and HiSparse under one cap on device memory, batch by batch."""
+    from ..bench import offload as benchmark
+    from ..bench.traces import Trace
+    from ..layers.host import parse_bytes
+
+    recorded = Trace.load(trace)
+    limits = {"hbm": parse_bytes(hbm, "hbm"), "host_bytes": parse_bytes(host, "host")}
+    setting = benchmark.Setting(context=context, budget=budget, page_size=recorded.page_size, **limits)
+    extra = {"batches": batch} if batch else {}
+    benchmark.run(recorded, setting, shape, system or benchmark.SYSTEMS, output=output, **extra)

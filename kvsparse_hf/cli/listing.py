@@ -1,4 +1,7 @@
-"""`kvsparse methods` and `kvsparse presets`: what there is, read from the registry and the shipped files."""
+"""`kvsparse methods`, `presets` and `tasks`: what there is, read from the registries and the shipped files."""
+
+import inspect
+import sys
 
 from rich import box
 from rich.console import Console
@@ -32,11 +35,30 @@ def presets() -> None:
     table = Table("preset", "method", "differs from the method's defaults", box=box.SIMPLE_HEAD)
     for name in list_presets():
         content = read_preset(name)
-        fields = get_method(content["method"]).Options.model_fields
+        fields = get_method(content["method"]).options_for(content).model_fields
         options = [(key, value) for key, value in content.items() if key != "method"]
         changed = [f"{key}={value}" for key, value in options if value != fields[key].default]
         table.add_row(name, content["method"], ", ".join(changed) or "-")
     _console().print(table)
+
+
+def tasks() -> None:
+    """List the tasks of `kvsparse eval` and their options."""
+    from ..eval import get_task, list_tasks
+
+    console = _console()
+    for name in list_tasks():
+        task = type(get_task(name))
+        about = inspect.cleandoc(sys.modules[task.__module__].__doc__).split("\n\n")[0]
+        console.print(f"{name}: {' '.join(about.split())}", markup=False, soft_wrap=True)
+        for option, field in task.Options.model_fields.items():
+            console.print(f"    -t {option}={_as_written(field.default)}: {field.description}", markup=False, soft_wrap=True)
+
+
+def _as_written(value: object) -> str:
+    """A default as it is written on the command line."""
+    text = str(list(value)) if isinstance(value, tuple) else str(value)
+    return text.replace(" ", "") if isinstance(value, tuple) else repr(text) if " " in text else text
 
 
 def _console() -> Console:

@@ -1,0 +1,5 @@
+"""`python -m kvsparse_hf.cli`, and with it `accelerate launch -m kvsparse_hf.cli`."""
+
+from . import app
+
+app()
