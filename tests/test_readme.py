@@ -14,7 +14,7 @@ from kvsparse_hf.registry import _METHODS
 ROOT = Path(__file__).parents[1]
 TEXT = (ROOT / "README.md").read_text(encoding="utf-8")
 PYTHON = re.findall(r"```python\n(.*?)```", TEXT, re.DOTALL)
-SHELL = re.findall(r"```bash\n(.*?)```", TEXT, re.DOTALL)
+SHELL = re.findall(r"```bash\n(.*?)```", TEXT.partition("## Methods")[0], re.DOTALL)
 
 
 def test_two_commands_set_it_up():
@@ -49,7 +49,7 @@ def test_method_table_agrees_with_the_registry(row):
     known = kvsparse_hf.get_method(name)
     assert (cls, action) == (known.__name__, known.action)
     assert prefix_safe == ("yes" if known.prefix_safe else "no")
-    assert frees == ("yes" if known.action in ("evict", "offload", "quantize") else "no")
+    assert frees == ("yes" if known.action in ("evict", "offload", "quantize", "share") else "no")
     assert (re.search(r"\d{4}\.\d{5}", paper) or [""])[0] in known.paper
 
 
