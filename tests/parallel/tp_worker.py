@@ -1,0 +1,86 @@
+"""One rank of `test_tensor_parallel.py`: runs every method on its share of the heads, and leaves what it found in files.
+
+    torchrun --nproc_per_node 2 tp_worker.py MODEL OUTPUT
+"""
+
+import os
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+
+import torch  # noqa: E402
+from helpers import generate, kept_in_all_layers, left_pad, tokens  # noqa: E402
+from methods import METHODS  # noqa: E402
+from transformers import AutoModelForCausalLM  # noqa: E402
+
+import kvsparse_hf  # noqa: E402
+from kvsparse_hf import KVSparseError, SparseCache  # noqa: E402
+
+NEW = 12
+RANKS = int(os.environ.get("WORLD_SIZE", "1"))
+RANK = int(os.environ.get("RANK", "0"))
+
+
+def prompts():
+    return left_pad([tokens(40), tokens(25, seed=3)])
+
+
+def run(cache, model, new: int = NEW) -> dict:
+    ids, mask = prompts()
+    out = generate(model, ids, cache, new, attention_mask=mask, disable_compile=True)
+    return {"tokens": out, "kept": kept_in_all_layers(cache), "bytes": cache.report().device_bytes}
+
+
+def second_turn(cache, model) -> dict:
+    """Heads that hold unequal numbers of tokens meet a turn that compresses again."""
+    ids, mask = prompts()
+    first = generate(model, ids, cache, NEW, attention_mask=mask, disable_compile=True)
+    ids = torch.cat((ids, first, tokens(9, 2, seed=8)), dim=1)
+    mask = torch.cat((mask, mask.new_ones(2, NEW + 9)), dim=1)
+    out = generate(model, ids, cache, NEW, attention_mask=mask, disable_compile=True)
+    return {"tokens": out, "kept": kept_in_all_layers(cache), "bytes": cache.report().device_bytes}
+
+
+def zipped(model) -> dict:
+    ids, mask = prompts()
+    cache = kvsparse_hf.KVzipCache(model, budget=0.4, chunk_size=16)
+    cache.compress(model, {"input_ids": ids, "attention_mask": mask})
+    return {"tokens": ids, "kept": kept_in_all_layers(cache), "bytes": cache.report().device_bytes}
+
+
+def saved(model, output: Path) -> dict:
+    """Saves on all ranks, loads, and goes on."""
+    ids, mask = prompts()
+    cache = kvsparse_hf.AdaKVCache(model, budget=12, window=4, kernel=3)
+    generate(model, ids, cache, NEW, attention_mask=mask, disable_compile=True)
+    cache.save(output / "saved")
+    loaded = SparseCache.load(output / "saved", model)
+    one = kvsparse_hf.FullCache(model)
+    refusal = ""
+    try:
+        SparseCache.load(output / "saved-by-one", model)
+    except KVSparseError as error:
+        refusal = str(error)
+    return {"kept": kept_in_all_layers(loaded) == kept_in_all_layers(cache), "refusal": refusal, "method": one.method}
+
+
+def main(model: str, output: Path) -> None:
+    torch.set_num_threads(1)
+    torch.set_grad_enabled(False)
+    divided = {"tp_plan": "auto"} if RANKS > 1 else {}
+    loaded = AutoModelForCausalLM.from_pretrained(model, **divided).eval()
+    found = {case.id: run(case.make(loaded), loaded) for case in METHODS}
+    for case in METHODS:
+        if case.uneven and case.evicts:
+            found[case.id + ", second turn"] = second_turn(case.make(loaded), loaded)
+    found["bytes"] = run(kvsparse_hf.SnapKVCache(loaded, budget="40KiB", window=4, kernel=3), loaded)
+    found["kvzip, compressed"] = zipped(loaded)
+    found["saved"] = saved(loaded, output)
+    torch.save(found, output / f"found-{RANK}-of-{RANKS}.pt")
+
+
+if __name__ == "__main__":
+    if len(sys.argv) > 3 and sys.argv[3] == "fail" and RANK == 1:
+        raise SystemExit("this rank fails on purpose")
+    main(sys.argv[1], Path(sys.argv[2]))
