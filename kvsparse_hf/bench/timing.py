@@ -97,9 +97,15 @@ def environment() -> dict:
         "gpu": torch.cuda.get_device_name() if torch.cuda.is_available() else None,
         "versions": versions,
         "commit": os.environ.get("KVSPARSE_COMMIT") or _commit(),
-        "command": " ".join(["python", *sys.argv]),
+        "command": " ".join(["python", *map(_without_folder, sys.argv)]),
         "date": datetime.date.today().isoformat(),
     }
+
+
+def _without_folder(argument: str) -> str:
+    """A path from outside of here as its name alone: where a machine keeps its files says nothing."""
+    path = pathlib.Path(argument)
+    return path.name if path.is_absolute() or ".." in path.parts else argument
 
 
 class Results:

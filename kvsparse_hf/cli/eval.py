@@ -5,13 +5,15 @@ from typing import Annotated
 
 from typer import Argument, Option
 
+from .arguments import Chat, Device, Dtype, Model
+
 
 def evaluate(
     task: Annotated[
         str,
         Argument(help="gsm8k, kv, lines, longbench, longgen, multiturn, passkey, ppl or ruler.", show_default=False),
     ],
-    model: Annotated[str, Option("--model", "-m", help="Folder or Hub name of a causal language model.")],
+    model: Model,
     preset: Annotated[
         list[str] | None,
         Option(
@@ -29,15 +31,13 @@ def evaluate(
         list[str] | None,
         Option("--task-option", "-t", help="key=value, an option of the task (see `kvsparse tasks`); repeatable."),
     ] = None,
-    chat: Annotated[
-        bool | None, Option("--chat/--no-chat", help="Whether to use the chat template. Default: where there is one.")
-    ] = None,
+    chat: Chat = None,
     fast: Annotated[
         bool | None, Option("--fast/--no-fast", help="Decode with fast_decode. Default: on a CUDA device.")
     ] = None,
     seed: Annotated[int, Option(help="Of generated examples.")] = 0,
-    device: Annotated[str, Option(help="auto, cpu, cuda, cuda:1, ...")] = "auto",
-    dtype: Annotated[str, Option(help="auto, float32, bfloat16 or float16.")] = "auto",
+    device: Device = "auto",
+    dtype: Dtype = "auto",
     output: Annotated[Path, Option("--output", "-o", help="Folder for eval.jsonl, figures and the answers.")] = Path(
         "eval-results"
     ),

@@ -11,23 +11,20 @@ from typer import Option
 from ..errors import KVSparseError
 from ..hf.compat import CACHE_ARGUMENT
 from ..presets import load_preset, read_preset
+from .arguments import Chat, Device, Dtype, Model, Options, Preset, Prompt, PromptFile
 from .loading import choose_device, choose_dtype, load_model, parse_options, tokenize
 
 
 def generate(
-    model: Annotated[str, Option("--model", "-m", help="Folder or Hub name of a causal language model.")],
-    preset: Annotated[str, Option("--preset", "-p", help="Name of a shipped preset, or a YAML file.")] = "snapkv-1024",
-    prompt: Annotated[str | None, Option(help="The prompt.")] = None,
-    file: Annotated[Path | None, Option(help="A text file that holds the prompt; - reads standard input.")] = None,
+    model: Model,
+    preset: Preset = "snapkv-1024",
+    prompt: Prompt = None,
+    file: PromptFile = None,
     max_new_tokens: Annotated[int, Option(min=1, help="Tokens to generate at most.")] = 256,
-    chat: Annotated[
-        bool | None, Option("--chat/--no-chat", help="Whether to use the chat template. Default: where there is one.")
-    ] = None,
-    option: Annotated[
-        list[str] | None, Option("--option", "-o", help="key=value, replaces an option of the preset; repeatable.")
-    ] = None,
-    device: Annotated[str, Option(help="auto, cpu, cuda, cuda:1, ...")] = "auto",
-    dtype: Annotated[str, Option(help="auto, float32, bfloat16 or float16.")] = "auto",
+    chat: Chat = None,
+    option: Options = None,
+    device: Device = "auto",
+    dtype: Dtype = "auto",
 ) -> None:
     """Generate greedily with a sparse cache. Text goes to standard output, the cache's report to standard error."""
     text = read_prompt(prompt, file)

@@ -9,25 +9,22 @@ from typer import Option
 from ..hf.compat import CACHE_ARGUMENT
 from ..pictures import Decisions, Recorder, page, plot
 from ..presets import load_preset, read_preset
+from .arguments import Chat, Device, Dtype, Model, Options, Preset, Prompt, PromptFile
 from .generate import read_prompt
 from .loading import choose_device, choose_dtype, load_model, parse_options, tokenize
 
 
 def inspect(
-    model: Annotated[str, Option("--model", "-m", help="Folder or Hub name of a causal language model.")],
-    preset: Annotated[str, Option("--preset", "-p", help="Name of a shipped preset, or a YAML file.")] = "snapkv-1024",
-    prompt: Annotated[str | None, Option(help="The prompt.")] = None,
-    file: Annotated[Path | None, Option(help="A text file that holds the prompt; - reads standard input.")] = None,
+    model: Model,
+    preset: Preset = "snapkv-1024",
+    prompt: Prompt = None,
+    file: PromptFile = None,
     max_new_tokens: Annotated[int, Option(min=1, help="Tokens to decode; what these steps read is recorded.")] = 32,
-    chat: Annotated[
-        bool | None, Option("--chat/--no-chat", help="Whether to use the chat template. Default: where there is one.")
-    ] = None,
-    option: Annotated[
-        list[str] | None, Option("--option", "-o", help="key=value, replaces an option of the preset; repeatable.")
-    ] = None,
     output: Annotated[Path, Option(help="Where the pictures go, without ending: writes .png and .html.")] = Path("inspect"),
-    device: Annotated[str, Option(help="auto, cpu, cuda, cuda:1, ...")] = "auto",
-    dtype: Annotated[str, Option(help="auto, float32, bfloat16 or float16.")] = "auto",
+    chat: Chat = None,
+    option: Options = None,
+    device: Device = "auto",
+    dtype: Dtype = "auto",
 ) -> None:
     """Show which tokens of a prompt were kept, moved or read: a PNG, and one HTML page with the text below the map."""
     text = read_prompt(prompt, file)
