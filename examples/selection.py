@@ -215,14 +215,14 @@ def draw_answers(rows: list[dict], path: Path) -> None:
     import matplotlib.pyplot as plt
 
     metrics = [m for m in ("passkey_first", "phone_first", "phone_second") if any(r["metric"] == m for r in rows)]
-    figure, panels = plt.subplots(1, len(metrics), figsize=(4 * len(metrics), 4), sharey=True, squeeze=False)
+    figure, panels = plt.subplots(1, len(metrics), figsize=(4 * len(metrics) + 1.5, 4), sharey=True, squeeze=False)
     for panel, metric in zip(panels[0], metrics, strict=True):
         for case in dict.fromkeys(row["case"] for row in rows):
             points = sorted((r["shape"]["context"], r["value"]) for r in rows if r["metric"] == metric and r["case"] == case)
             panel.plot(*zip(*points, strict=True), marker="o", label=case)
         panel.set(title=metric.replace("_", ", ") + " question", xlabel="tokens of text", ylim=(-0.03, 1.03))
     panels[0][0].set_ylabel("answers found")
-    panels[0][-1].legend(fontsize=7)
+    panels[0][-1].legend(fontsize=7, loc="upper left", bbox_to_anchor=(1.01, 1.0))
     figure.tight_layout()
     figure.savefig(path, dpi=120)
 
