@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from ..errors import UnsupportedOperationError
 from ..hf import compat
 from ..hf.attention import base_attention, first_mask
+from ..policy.base import Candidates
 from .owning import AttentionCall, OwningLayer
 from .reading import OpenForward
 from .session import Clock, Session
@@ -107,6 +108,12 @@ class SparseLayer(OwningLayer):
             else:
                 out = self.absorb_turn(query, key, value, positions, pad, call)
         return out.transpose(1, 2).contiguous()
+
+    def _candidates(self, query, keys, values, positions, pad, call: AttentionCall, **more) -> Candidates:
+        """The tokens of a multi-token forward as a policy sees them. Shapes as in `Candidates`."""
+        binding = self.session.binding
+        facts = (call.scale, call.softcap, call.sinks, self.layer_idx, binding.layers)
+        return Candidates(query, keys, values, positions, pad, *facts, ranks=binding.ranks, **more)
 
     @abstractmethod
     def absorb_prompt(self, query, key, value, positions, pad, call: AttentionCall) -> None:

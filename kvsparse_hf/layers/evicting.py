@@ -133,13 +133,6 @@ class EvictingLayer(SparseLayer):
             keys = self.cache_positions.unrotate(keys, rows, self.store)
         return keys, values, positions, pad, {name: held[rows] for name, held in self.store.extra.items()}
 
-    def _candidates(self, query, keys, values, positions, pad, call: AttentionCall, **more) -> Candidates:
-        layers = self.session.binding.layers
-        return Candidates(
-            query, keys, values, positions, pad, call.scale, call.softcap, call.sinks, self.layer_idx, layers,
-            ranks=self.session.binding.ranks, **more
-        )
-
     def _compress(self, candidates: Candidates, counts: Tensor | None = None, limit: Tensor | None = None) -> None:
         """Chooses among the candidates and rebuilds the store from the chosen ones.
 
@@ -153,10 +146,7 @@ class EvictingLayer(SparseLayer):
         if counts is None:
             counts = policy.counts(candidates, available, seen, self._cost(candidates.keys, candidates.values))
         candidates = replace(candidates, memory=policy.observe(candidates))
-        over = bool((available > counts).any())
-        if policy.couples_heads:
-            over = bool(candidates.ranks.largest(int(over), pad.device))
-        if not over:
+        if not policy.must_choose(candidates, available, counts):
             index = all_valid(pad, length)
         else:
             self._settled = seen
@@ -216,20 +206,7 @@ class EvictingLayer(SparseLayer):
 
     def append_token(self, key: Tensor, value: Tensor, clock: Clock) -> None:
         store = self.store
-        ops.store_token(
-            store.keys,
-            store.values,
-            store.positions,
-            key,
-            value,
-            clock.newest,
-            store.start,
-            store.capacity,
-            store.length,
-            store.pinned,
-            store.cursor,
-            backend=self.backend,
-        )
+        store.add_token(key, value, clock.newest, self.backend)
         if self.cache_positions is not None and self.policy.bounded:
             self.cache_positions.step(store, clock.newest)
 

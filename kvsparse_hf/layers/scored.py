@@ -91,9 +91,5 @@ class FollowingLayer(ScoredLayer):
             recent=-1 if policy.recent is None else policy.recent,
             backend=self.backend,
         )
-        ranks = self.session.binding.ranks
-        if ranks.size > 1 and policy.couples_heads:
-            # The heads of all ranks hold the same tokens in the same slots.
-            scores = store.extra[policy.remembers]
-            scores.copy_(ranks.mean(scores))
+        if policy.agree(store.extra[policy.remembers], self.session.binding.ranks):
             self._name_victim(clock.newest)

@@ -133,22 +133,7 @@ class SelectingLayer(SparseLayer):
     def append_token(self, key: Tensor, value: Tensor, clock: Clock) -> None:
         store, selector = self.store, self.selector
         key = selector.enter(key)
-        ops.store_token(
-            store.keys,
-            store.values,
-            store.positions,
-            key,
-            value,
-            clock.newest,
-            store.start,
-            store.capacity,
-            store.length,
-            store.pinned,
-            store.cursor,
-            summary=selector.summary(),
-            page_size=selector.page_size,
-            backend=self.backend,
-        )
+        store.add_token(key, value, clock.newest, self.backend, selector.summary(), selector.page_size)
         selector.appended(store, key, value)
 
     def read_token(self, query: Tensor, clock: Clock, call: AttentionCall) -> Tensor:

@@ -227,6 +227,31 @@ class RaggedStore:
             tensor[destination[valid].to(tensor.device)] = mine[name][rows[valid].to(tensor.device)]
         return target
 
+    def add_token(
+        self, key: Tensor, value: Tensor, newest: Tensor, backend: str, summary: Tensor | None = None, page_size: int = 0
+    ) -> None:
+        """Stores one token in every segment, in the slot that is its turn (see `ops.store_token`). Static.
+
+        Args:
+            key, value: `[B, H, D]`; newest: `[B]` int32 true positions.
+        """
+        ops.store_token(
+            self.keys,
+            self.values,
+            self.positions,
+            key,
+            value,
+            newest,
+            self.start,
+            self.capacity,
+            self.length,
+            self.pinned,
+            self.cursor,
+            summary=summary,
+            page_size=page_size,
+            backend=backend,
+        )
+
     def append(self, keys: Tensor, values: Tensor, positions: Tensor, pad: Tensor) -> None:
         """Appends tokens to every segment, in order; the room must exist.
 

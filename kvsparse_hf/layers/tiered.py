@@ -120,19 +120,13 @@ class TieredLayer(TierHolder):
         super().reset()
         self._open = None
 
-    def _candidates(self, query, keys, values, positions, pad, call: AttentionCall, **more) -> Candidates:
-        layers = self.session.binding.layers
-        return Candidates(
-            query, keys, values, positions, pad, call.scale, call.softcap, call.sinks, self.layer_idx, layers, **more
-        )
-
     def _settle(self, candidates: Candidates, census: Census) -> None:
         """Ranks all entries after a multi-token forward, and puts each where it belongs."""
         policy, device = self.policy, census.pad.device
         candidates = replace(candidates, memory=policy.observe(candidates))
         available, seen = (census.length - census.pad).cpu(), _seen_at(census.positions[:, 0, -1])
         counts = self.split.counts(policy, candidates, available, seen, Cost(1))
-        if bool((available <= counts).all()):
+        if not policy.must_choose(candidates, available, counts):
             scores = torch.zeros(census.tier.shape, device=device)
         else:
             scores = policy.scores(replace(candidates, counts=counts.to(device)))
@@ -175,21 +169,7 @@ class TieredLayer(TierHolder):
         return self.read_token(query, clock, call)
 
     def append_token(self, key: Tensor, value: Tensor, clock: Clock) -> None:
-        store = self.store
-        ops.store_token(
-            store.keys,
-            store.values,
-            store.positions,
-            key,
-            value,
-            clock.newest,
-            store.start,
-            store.capacity,
-            store.length,
-            store.pinned,
-            store.cursor,
-            backend=self.backend,
-        )
+        self.store.add_token(key, value, clock.newest, self.backend)
 
     def read_token(self, query: Tensor, clock: Clock, call: AttentionCall) -> Tensor:
         follows = isinstance(self.policy, FollowingPolicy) and self.interval is not None
@@ -215,6 +195,7 @@ class TieredLayer(TierHolder):
         scores = store.extra[policy.remembers]
         args = (store.cursor, store.positions, logits, lse, store.start, store.length, store.capacity, clock.newest)
         ops.follow_token(scores, *args, **policy.rule, backend=self.backend)
+        policy.agree(scores, self.session.binding.ranks)
 
     # --- between the steps -----------------------------------------------------------------------------------------
 

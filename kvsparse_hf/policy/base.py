@@ -144,6 +144,14 @@ class Policy:
             return available
         return self.budget.per_head(seen, cost).unsqueeze(1).expand_as(available)
 
+    def must_choose(self, candidates: Candidates, available: Tensor, counts: Tensor) -> bool:
+        """Whether some head holds more than may stay; `available`, `counts` `[B, H]` on the host. Ranks that decide together
+        all choose where one of them must."""
+        over = bool((available > counts).any())
+        if not self.couples_heads:
+            return over
+        return bool(candidates.ranks.largest(int(over), candidates.pad.device))
+
     def allocate(self, candidates: Candidates, scores: Tensor, counts: Tensor) -> Tensor:
         """Last word on `counts` `[B, H]` (on the host) where tokens must go, once their scores `[B, H, N]` are known."""
         return counts

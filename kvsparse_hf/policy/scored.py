@@ -5,6 +5,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from ..ranks import Ranks
 from .base import Candidates, Policy
 
 
@@ -78,6 +79,14 @@ class FollowingPolicy(ObservingPolicy):
     def rule(self) -> dict:
         """How a decoded token's attention changes the score, as options of `ops.follow_token`."""
         raise TypeError(f"{type(self).__name__} must define this.")
+
+    def agree(self, scores: Tensor, ranks: Ranks) -> bool:
+        """Makes the scores `[R]` of all ranks one where all heads of a layer share their choice: every head then holds the same
+        tokens in the same slots. True where they changed."""
+        if ranks.size == 1 or not self.couples_heads:
+            return False
+        scores.copy_(ranks.mean(scores))
+        return True
 
 
 @dataclass(frozen=True)

@@ -19,6 +19,7 @@ from kvsparse_hf.ranks import Ranks
 WORKER = Path(__file__).with_name("tp_worker.py")
 RANKS = 2
 CASES = [case.id for case in METHODS]
+MOVING = ["adakv, offload", "tova, offload", "tiered by the last query"]
 TURNS = [case.id + ", second turn" for case in METHODS if case.uneven and case.evicts]
 
 
@@ -51,7 +52,7 @@ def found(folder):
     return torch.load(folder / "found-0-of-1.pt"), [torch.load(folder / f"found-{rank}-of-{RANKS}.pt") for rank in range(RANKS)]
 
 
-@pytest.mark.parametrize("name", [*CASES, *TURNS, "bytes", "kvzip, compressed"])
+@pytest.mark.parametrize("name", [*CASES, *TURNS, *MOVING, "bytes", "kvzip, compressed"])
 def test_same_tokens_same_entries_half_the_bytes(found, name):
     one, many = found[0][name], [rank[name] for rank in found[1]]
     assert all(torch.equal(rank["tokens"], one["tokens"]) for rank in many)

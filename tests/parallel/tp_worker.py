@@ -74,6 +74,14 @@ def main(model: str, output: Path) -> None:
     for case in METHODS:
         if case.uneven and case.evicts:
             found[case.id + ", second turn"] = second_turn(case.make(loaded), loaded)
+    # Methods whose heads decide together, where the rest moves instead of going.
+    window = dict(budget=12, window=4, kernel=3, action="offload")
+    for name, cache in (
+        ("adakv, offload", kvsparse_hf.AdaKVCache(loaded, **window)),
+        ("tova, offload", kvsparse_hf.TOVACache(loaded, budget=12, action="offload", interval=4)),
+        ("tiered by the last query", kvsparse_hf.TieredCache(loaded, hbm=0.4, host=0.4, evicted=0.2, interval=4, recent=4, scorer="last")),
+    ):
+        found[name] = run(cache, loaded)
     found["bytes"] = run(kvsparse_hf.SnapKVCache(loaded, budget="40KiB", window=4, kernel=3), loaded)
     found["kvzip, compressed"] = zipped(loaded)
     found["saved"] = saved(loaded, output)
