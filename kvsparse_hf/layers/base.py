@@ -7,7 +7,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ..errors import UnsupportedOperationError
-from ..hf import compat
+from ..hf import compat, listening
 from ..hf.attention import base_attention, first_mask
 from ..policy.base import Candidates
 from .owning import AttentionCall, OwningLayer
@@ -73,7 +73,7 @@ class SparseLayer(OwningLayer):
         if mask is not None and mask.shape[1:] == (1, 1, 1) and mask.dtype == torch.int32:
             mask = first_mask(module.config, query)  # ours, from before the cache started over
         session.begin(self.layer_idx, key, has_mask=mask is not None)
-        out = self.prompt_attention(module, query, key, value, mask, *args, **kwargs)
+        out, lse = self.heard_attention(module, query, key, value, mask, *args, **kwargs)
         self.device = key.device
         clock = session.clock(key.device)
         positions = torch.arange(key.shape[2], device=key.device) - clock.pad.unsqueeze(1)
@@ -81,8 +81,18 @@ class SparseLayer(OwningLayer):
         positions = positions.unsqueeze(1).expand(-1, key.shape[1], -1)
         trains = module.training and torch.is_grad_enabled()
         self.forward = OpenForward(key, value, positions, pad, is_first=True, trains=trains)
-        self.bring(query, None, call)
+        self.bring(query, lse, call)
         return out
+
+    def heard_attention(self, module: nn.Module, query: Tensor, *args, **kwargs):
+        """`prompt_attention`, and the logs `[B, Hq, T]` of its softmax denominators where this layer reads them and the kernel
+        that ran tells."""
+        # learned sinks are not in what the kernels tell
+        if not self.reads_lse or query.device.type not in listening.DEVICES or kwargs.get("s_aux") is not None:
+            return self.prompt_attention(module, query, *args, **kwargs), None
+        with listening.LseListener() as listener:
+            out = self.prompt_attention(module, query, *args, **kwargs)
+        return out, listener.lse(query)
 
     def prompt_attention(self, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, *args, **kwargs):
         """Attention over a first prompt, of this layer or of one that reads it: what the model would have run without us."""
@@ -116,8 +126,9 @@ class SparseLayer(OwningLayer):
         return Candidates(query, keys, values, positions, pad, *facts, ranks=binding.ranks, **more)
 
     @abstractmethod
-    def absorb_prompt(self, query, key, value, positions, pad, call: AttentionCall) -> None:
-        """Takes the first forward's tokens. `positions`, `pad`: `[B, H, N]` and `[B, H]` leading padding."""
+    def absorb_prompt(self, query, key, value, positions, pad, call: AttentionCall, lse: Tensor | None = None) -> None:
+        """Takes the first forward's tokens. `positions`, `pad`: `[B, H, N]` and `[B, H]` leading padding; `lse`: see
+        `heard_attention`."""
 
     @abstractmethod
     def absorb_turn(self, query, key, value, positions, pad, call: AttentionCall) -> Tensor:

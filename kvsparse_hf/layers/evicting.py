@@ -70,8 +70,8 @@ class EvictingLayer(SparseLayer):
 
     # --- multi-token forwards --------------------------------------------------------------------------------------
 
-    def absorb_prompt(self, query, key, value, positions, pad, call: AttentionCall) -> None:
-        self._compress(self._candidates(query, key, value, positions, pad, call, fresh=key.shape[2]))
+    def absorb_prompt(self, query, key, value, positions, pad, call: AttentionCall, lse: Tensor | None = None) -> None:
+        self._compress(self._candidates(query, key, value, positions, pad, call, lse=lse, fresh=key.shape[2]))
 
     def attend_turn(self, query, key, value, pad, call: AttentionCall) -> tuple[Tensor, Tensor]:
         """Attention of new tokens over the kept ones and themselves, and the logs of its softmax denominators."""
@@ -118,6 +118,10 @@ class EvictingLayer(SparseLayer):
     @property
     def queries_read(self) -> int | None:
         return self.policy.queries_read
+
+    @property
+    def reads_lse(self) -> bool:
+        return self.policy.reads_lse
 
     def _compresses_turns(self) -> bool:
         """The chunks of one prompt are compressed as they come. Later turns (and drafts, which may be taken back) only

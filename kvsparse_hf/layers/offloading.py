@@ -103,7 +103,7 @@ class OffloadingLayer(SelectingLayer):
 
     # --- multi-token forwards --------------------------------------------------------------------------------------
 
-    def absorb_prompt(self, query, key, value, positions, pad, call: AttentionCall) -> None:
+    def absorb_prompt(self, query, key, value, positions, pad, call: AttentionCall, lse: Tensor | None = None) -> None:
         self._check_kind(key, value)
         old, batch, heads = self.store, key.shape[0], key.shape[1]
         capacity = self._whole_pages(int((key.shape[2] - pad).max()) + self.reserve)
@@ -117,7 +117,7 @@ class OffloadingLayer(SelectingLayer):
         del old  # what is not needed again is free before the new buffers are allocated
         self._floor = capacity
         try:
-            super().absorb_prompt(query, key, value, positions, pad, call)
+            super().absorb_prompt(query, key, value, positions, pad, call, lse)
         finally:
             self._floor = 0
         if shape is not None:

@@ -86,7 +86,7 @@ class OwningLayer(HandedLayer):
             return
         query, lse, call = forward.together()
         if forward.is_first:
-            self.absorb_prompt(query, forward.key, forward.value, forward.positions, forward.pad, call)
+            self.absorb_prompt(query, forward.key, forward.value, forward.positions, forward.pad, call, lse)
             self.is_initialized = True
         else:
             self.take_turn(query, forward.key, forward.value, forward.positions, forward.pad, call, lse)
@@ -95,6 +95,11 @@ class OwningLayer(HandedLayer):
     def queries_read(self) -> int | None:
         """How many of a forward's newest queries `absorb_prompt` and `take_turn` look at; None for all."""
         return None
+
+    @property
+    def reads_lse(self) -> bool:
+        """Whether it pays to hear the softmax denominators of a first prompt's queries (see `heard_attention`)."""
+        return False
 
     def gather(self, *parts: Tensor) -> tuple[Tensor, ...] | None:
         """Collects in a one-token step what this layer and those that read it have to say, `[B, Hq, …]` each.

@@ -84,9 +84,9 @@ class RecompressingLayer(EvictingLayer):
     def _compresses_turns(self) -> bool:
         return True
 
-    def absorb_prompt(self, query, key, value, positions, pad, call: AttentionCall) -> None:
+    def absorb_prompt(self, query, key, value, positions, pad, call: AttentionCall, lse: Tensor | None = None) -> None:
         self._note(query, positions[:, 0, -1], call)
-        super().absorb_prompt(query, key, value, positions, pad, call)
+        super().absorb_prompt(query, key, value, positions, pad, call, lse)
 
     def take_turn(self, query, key, value, positions, pad, call: AttentionCall, lse: Tensor | None) -> None:
         self._note(query, positions[:, -1], call)

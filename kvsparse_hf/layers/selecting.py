@@ -47,7 +47,7 @@ class SelectingLayer(SparseLayer):
 
     # --- multi-token forwards --------------------------------------------------------------------------------------
 
-    def absorb_prompt(self, query, key, value, positions, pad, call: AttentionCall) -> None:
+    def absorb_prompt(self, query, key, value, positions, pad, call: AttentionCall, lse: Tensor | None = None) -> None:
         selector = self.selector
         selector.begin(key.shape[0])
         self._set_budget(positions[:, 0], key, value)

@@ -71,8 +71,8 @@ class SharedLayer(HandedLayer):
                 mask = first_mask(module.config, query)  # ours, from before the cache started over
             if mask is None and 1 < query.shape[2] < forward.key.shape[2]:
                 mask = newest_mask(module.config, query, forward.key.shape[2])
-            out, weights = owner.prompt_attention(module, query, forward.key, forward.value, mask, *args, **kwargs)
-            owner.bring(query, None, call)
+            (out, weights), lse = owner.heard_attention(module, query, forward.key, forward.value, mask, *args, **kwargs)
+            owner.bring(query, lse, call)
             return out, weights
         with torch.no_grad():
             tokens, absent = query.shape[2], forward.key.shape[2] - query.shape[2]

@@ -59,9 +59,10 @@ class TieredLayer(TierHolder):
 
     # --- multi-token forwards --------------------------------------------------------------------------------------
 
-    def absorb_prompt(self, query, key, value, positions, pad, call: AttentionCall) -> None:
+    def absorb_prompt(self, query, key, value, positions, pad, call: AttentionCall, lse: Tensor | None = None) -> None:
         self._ahead = self.reserve
-        self._settle(self._candidates(query, key, value, positions, pad, call, fresh=key.shape[2]), Census.fresh(positions))
+        candidates = self._candidates(query, key, value, positions, pad, call, lse=lse, fresh=key.shape[2])
+        self._settle(candidates, Census.fresh(positions))
 
     def absorb_turn(self, query, key, value, positions, pad, call: AttentionCall) -> Tensor:
         self.open_turn(query, key, value, positions, pad)
@@ -115,6 +116,10 @@ class TieredLayer(TierHolder):
         if isinstance(policy, ObservingPolicy):
             return None if policy.reads_weights else 0
         return policy.queries_read
+
+    @property
+    def reads_lse(self) -> bool:
+        return self.policy.reads_lse
 
     def reset(self) -> None:
         super().reset()

@@ -34,6 +34,7 @@ class HeavyHitterPolicy(FollowingPolicy):
     backend: str = "auto"
 
     remembers = "received"
+    reads_lse = True
 
     def tails(self, counts: Tensor) -> Tensor | int:
         return counts // 2 if self.recent is None else self.recent

@@ -13,16 +13,14 @@ from .dispatch import (
     follow_token,
     gather_rows,
     merge_attention,
-    page_scores,
     record_token,
     store_token,
-    token_scores,
-    topk_pages,
     window_scores,
 )
 from .errors import BackendError
 from .hot import hot_append, hot_fetch, hot_plan
 from .reference import dequantize, quantize
+from .selection import page_scores, select_pages, select_tokens, token_scores, topk_pages
 
 __all__ = [
     "BackendError",
@@ -40,6 +38,8 @@ __all__ = [
     "page_scores",
     "quantize",
     "record_token",
+    "select_pages",
+    "select_tokens",
     "store_token",
     "token_scores",
     "topk_pages",

@@ -140,48 +140,6 @@ def launch_column_sums(
         return column_sums(q, k, scale=scale, pad=pad, softcap=softcap, lse=lse, group_reduce=group_reduce)
 
 
-def launch_page_scores(
-    q: Tensor,
-    summary: Tensor,
-    length: Tensor,
-    page_size: int,
-    scale: float,
-    group_reduce: str = "softmax_mean",
-    sink_pages: int = 0,
-    recent_pages: int = 0,
-) -> Tensor:
-    from .kernels.pages import page_scores
-
-    with on_device_of(q):
-        return page_scores(q, summary, length, page_size=page_size, scale=scale, group_reduce=group_reduce,
-                           sink_pages=sink_pages, recent_pages=recent_pages)
-
-
-def launch_token_scores(
-    q: Tensor,
-    keys: Tensor,
-    length: Tensor,
-    dims: int,
-    scale: float,
-    softcap: float = 0.0,
-    group_reduce: str = "softmax_mean",
-    sinks: int = 0,
-    recent: int = 0,
-) -> Tensor:
-    from .kernels.tokens import token_scores
-
-    with on_device_of(q):
-        return token_scores(q, keys, length, dims=dims, scale=scale, softcap=softcap, group_reduce=group_reduce,
-                            sinks=sinks, recent=recent)
-
-
-def launch_topk_pages(scores: Tensor, k: int) -> Tensor:
-    from .kernels.topk import topk_pages
-
-    with on_device_of(scores):
-        return topk_pages(scores, k)
-
-
 def launch_gather_rows(
     src_k: Tensor, src_v: Tensor, index: Tensor, start: Tensor, dst_k: Tensor, dst_v: Tensor
 ) -> None:
@@ -247,9 +205,6 @@ _decode_attention_quantized = _register("decode_attention_quantized", launch_dec
 _merge_attention = _register("merge_attention", launch_merge_attention)
 _chunk_attention = _register("chunk_attention", launch_chunk_attention)
 _column_sums = _register("column_sums", launch_column_sums)
-_page_scores = _register("page_scores", launch_page_scores)
-_token_scores = _register("token_scores", launch_token_scores)
-_topk_pages = _register("topk_pages", launch_topk_pages)
 
 
 @_decode_attention.register_fake
@@ -286,18 +241,3 @@ def _(q, k, v, start, length, k_new, v_new, max_len, scale, pad=None, softcap=0.
 @_column_sums.register_fake
 def _(q, k, *_args, **_options):
     return k.new_empty(k.shape[:3], dtype=torch.float32)
-
-
-@_page_scores.register_fake
-def _(q, summary, *_args, **_options):
-    return summary.new_empty(summary.shape[:3], dtype=torch.float32)
-
-
-@_token_scores.register_fake
-def _(q, keys, *_args, **_options):
-    return keys.new_empty(keys.shape[:3], dtype=torch.float32)
-
-
-@_topk_pages.register_fake
-def _(scores, k):
-    return scores.new_empty((*scores.shape[:2], k), dtype=torch.int32)

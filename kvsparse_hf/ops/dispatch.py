@@ -182,56 +182,6 @@ def column_sums(
     return custom.launch_column_sums(q, k, **options)
 
 
-def page_scores(
-    q: Tensor,
-    summary: Tensor,
-    length: Tensor,
-    *,
-    page_size: int,
-    scale: float,
-    group_reduce: str = "softmax_mean",
-    sink_pages: int = 0,
-    recent_pages: int = 0,
-    backend: str = "auto",
-) -> Tensor:
-    options = dict(page_size=page_size, scale=scale, group_reduce=group_reduce,
-                   sink_pages=sink_pages, recent_pages=recent_pages)
-    if resolve("page_scores", backend, q, summary, dims=(summary.shape[-1],)) == "torch":
-        return reference.page_scores(q, summary, length, **options)
-    if through_dispatcher(q, summary):
-        return torch.ops.kvsparse.page_scores(q, summary, length, **options)
-    return custom.launch_page_scores(q, summary, length, **options)
-
-
-def token_scores(
-    q: Tensor,
-    keys: Tensor,
-    length: Tensor,
-    *,
-    dims: int,
-    scale: float,
-    softcap: float = 0.0,
-    group_reduce: str = "softmax_mean",
-    sinks: int = 0,
-    recent: int = 0,
-    backend: str = "auto",
-) -> Tensor:
-    options = dict(dims=dims, scale=scale, softcap=softcap, group_reduce=group_reduce, sinks=sinks, recent=recent)
-    if resolve("token_scores", backend, q, keys, dims=(dims,)) == "torch":
-        return reference.token_scores(q, keys, length, **options)
-    if through_dispatcher(q, keys):
-        return torch.ops.kvsparse.token_scores(q, keys, length, **options)
-    return custom.launch_token_scores(q, keys, length, **options)
-
-
-def topk_pages(scores: Tensor, k: int, *, backend: str = "auto") -> Tensor:
-    if resolve("topk_pages", backend, scores) == "torch":
-        return reference.topk_pages(scores, k)
-    if through_dispatcher(scores):
-        return torch.ops.kvsparse.topk_pages(scores, k)
-    return custom.launch_topk_pages(scores, k)
-
-
 def follow_token(
     scores: Tensor,
     cursor: Tensor,
@@ -306,8 +256,8 @@ def gather_rows(
 
 
 for _op in (
-    store_token, decode_attention, chunk_attention, window_scores, column_sums, page_scores, token_scores, topk_pages,
-    gather_rows, follow_token, record_token, decode_attention_quantized, merge_attention,
+    store_token, decode_attention, chunk_attention, window_scores, column_sums, gather_rows,
+    follow_token, record_token, decode_attention_quantized, merge_attention,
 ):
     _op.__doc__ = (getattr(reference, _op.__name__).__doc__ or "").rstrip() + (
         "\n\n    ``backend``: \"auto\", \"triton\", \"torch\"" + (", \"flash\"" if _op is decode_attention else "")

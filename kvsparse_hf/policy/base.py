@@ -120,6 +120,11 @@ class Policy:
         keys and values others read as well keep no more than these of everyone's."""
         return None if self.evicts else 0
 
+    @property
+    def reads_lse(self) -> bool:
+        """Whether `observe` or `scores` need the softmax denominators of all queries, so that a layer should get hold of them."""
+        return False
+
     def observe(self, candidates: Candidates) -> dict[str, Tensor]:
         """What to remember of each candidate after a multi-token forward, `[B, H, N, …]` by name. Kept entries carry it
         through every later step and permutation."""

@@ -144,7 +144,12 @@ def test_five_rows_of_very_different_length(poisoned):
     for row, length in enumerate(lengths):
         alone = TieredCache(model, **options)
         forward(model, tokens(length, seed=30 + length), alone)
-        torch.testing.assert_close(decode(model, alone, after[row : row + 1]), out[row : row + 1], atol=5e-5, rtol=1e-5)
+        # A key that differs in its last bit, as another batch size makes it on some processors, may round to the next int8.
+        torch.testing.assert_close(decode(model, alone, after[row : row + 1]), out[row : row + 1], atol=5e-4, rtol=1e-5)
+        for one, many in zip(alone.sparse_layers, together.sparse_layers, strict=True):
+            places = one.token_places(0, length + 5), many.token_places(row, length + 5)
+            assert places[0].keys() == places[1].keys()
+            assert all(torch.equal(places[0][name], places[1][name]) for name in places[0])
 
 
 def test_less_is_resident_than_in_a_dense_cache():

@@ -122,7 +122,12 @@ def plan_chunk(
 
 @dataclass(frozen=True)
 class ScoresPlan:
-    """Row blocks of ``heads`` x ``queries``, splits of the first pass, key tiles per program of the second."""
+    """Row blocks of ``heads`` x ``queries``; tiles and splits of the first pass; tile of the second, and how many of them
+    a program takes.
+
+    The first pass holds its queries and streams keys. With many row blocks the second holds its keys and streams queries,
+    and needs as many of them as the first has queries: it is what it reads that bounds it.
+    """
 
     heads: int
     queries: int
@@ -131,6 +136,7 @@ class ScoresPlan:
     tile: Tile
     tokens: int
     splits: int
+    sums: Tile
     key_tiles: int
 
 
@@ -146,18 +152,19 @@ def plan_scores(
     row_blocks = query_blocks * -(-group // heads)
     small = itemsize == 4 or dim > 128
     tile = Tile(keys=32 if small else 64, warps=4, stages=2 if small else 3)
+    sums = tile if small or row_blocks == 1 else Tile(keys=128, warps=8, stages=3)
     tiles = -(-total // tile.keys)
     # one wave of programs in either pass; with many row blocks they fill the chip unsplit
     programs = _WAVE * multiprocessors
     per_split = max(min(4, tiles), -(-tiles // max(1, programs // (units * row_blocks))))
     key_tiles = max(1, -(-tiles * units // programs)) if row_blocks == 1 else 1
     return ScoresPlan(heads, queries, query_blocks, row_blocks, tile, per_split * tile.keys, -(-tiles // per_split),
-                      key_tiles)
+                      sums, key_tiles)
 
 
 @dataclass(frozen=True)
 class PagesPlan:
-    """Pages of a program in the scoring pass and in the softmax pass, and warps of the scoring pass.
+    """Pages of a program in the scoring pass, and its warps.
 
     ``eager``: read summaries before knowing how many are valid. It saves the time of one memory access and may read in
     vain, so it is for small ones.
@@ -165,7 +172,6 @@ class PagesPlan:
 
     pages: int
     warps: int
-    softmax_pages: int
     eager: bool
 
 
@@ -173,7 +179,14 @@ class PagesPlan:
 def plan_pages(pages: int, units: int, itemsize: int, multiprocessors: int) -> PagesPlan:
     """Small blocks while there are too few of them to fill the chip; ``units`` is batch rows times KV heads."""
     eager = pages * units <= 128 * multiprocessors
-    return PagesPlan(pages=32, warps=4 if itemsize == 4 else 2, softmax_pages=256 if pages > 4096 else 128, eager=eager)
+    return PagesPlan(pages=32, warps=4 if itemsize == 4 else 2, eager=eager)
+
+
+def plan_shares(entries: int, size: int) -> int:
+    """Entries of ``size`` tokens that a program of the softmax pass takes."""
+    if size == 1:
+        return 1024
+    return 256 if entries > 4096 else 128
 
 
 def topk_warps(block: int) -> int:

@@ -254,9 +254,8 @@ def column_sums(
     plan = plan_scores(total, window, group, batch * heads, block_d, k.element_size(), multiprocessors(k.device))
     strides = (*q.stride()[:3], *k.stride()[:3])
     common = dict(
-        HEADS=heads, GROUP=group, D=dim, BLOCK_D=block_d, GB=plan.heads, BW=plan.queries, BLOCK_N=plan.tile.keys,
-        HAS_SOFTCAP=softcap > 0, HAS_PAD=pad is not None, PRECISION=dot_precision(k.dtype),
-        num_warps=plan.tile.warps, num_stages=plan.tile.stages, **launch_options(k.device),
+        HEADS=heads, GROUP=group, D=dim, BLOCK_D=block_d, GB=plan.heads, BW=plan.queries,
+        HAS_SOFTCAP=softcap > 0, HAS_PAD=pad is not None, PRECISION=dot_precision(k.dtype), **launch_options(k.device),
     )
     if lse is None:
         rows = batch * heads_q * window
@@ -264,7 +263,8 @@ def column_sums(
         parts = torch.empty(2, rows, plan.splits, dtype=torch.float32, device=k.device)
         _query_lse_kernel[(plan.row_blocks, plan.splits, batch * heads)](
             q, k, pad, lse, parts[0], parts[1], *strides,
-            window, total, plan.query_blocks, plan.tokens, scale, softcap, SPLIT=plan.splits > 1, **common,
+            window, total, plan.query_blocks, plan.tokens, scale, softcap, SPLIT=plan.splits > 1, BLOCK_N=plan.tile.keys,
+            num_warps=plan.tile.warps, num_stages=plan.tile.stages, **common,
         )
         if plan.splits > 1:
             _merge_lse_kernel[(triton.cdiv(rows, 8),)](
@@ -273,10 +273,11 @@ def column_sums(
             )
     else:
         lse = lse.to(torch.float32).contiguous()
-    _column_sums_kernel[(triton.cdiv(total, plan.key_tiles * plan.tile.keys), batch * heads)](
+    _column_sums_kernel[(triton.cdiv(total, plan.key_tiles * plan.sums.keys), batch * heads)](
         q, k, pad, lse, out, *strides,
         window, total, plan.query_blocks, plan.key_tiles, scale, softcap,
         1 / group if group_reduce == "mean" else 1.0,
-        MAX=group_reduce == "max", ONE_BLOCK=plan.row_blocks == 1, **common,
+        MAX=group_reduce == "max", ONE_BLOCK=plan.row_blocks == 1, BLOCK_N=plan.sums.keys, num_warps=plan.sums.warps,
+        num_stages=plan.sums.stages, **common,
     )
     return out

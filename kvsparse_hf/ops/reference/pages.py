@@ -12,7 +12,6 @@ def page_scores(
     q: Tensor,
     summary: Tensor,
     length: Tensor,
-    *,
     page_size: int,
     scale: float,
     group_reduce: str = "softmax_mean",
@@ -52,7 +51,6 @@ def token_scores(
     q: Tensor,
     keys: Tensor,
     length: Tensor,
-    *,
     dims: int,
     scale: float,
     softcap: float = 0.0,
@@ -99,3 +97,44 @@ def topk_pages(scores: Tensor, k: int) -> Tensor:
     chosen = chosen.sort(dim=-1).values
     chosen = torch.where(chosen == pages, -1, chosen).int()
     return torch.nn.functional.pad(chosen, (0, k - take), value=-1)
+
+
+def select_pages(
+    q: Tensor,
+    summary: Tensor,
+    length: Tensor,
+    k: int,
+    page_size: int,
+    scale: float,
+    group_reduce: str = "softmax_mean",
+    sink_pages: int = 0,
+    recent_pages: int = 0,
+) -> Tensor:
+    """The best k pages by :func:`page_scores`, as :func:`topk_pages` lists them.
+
+    In one op because a softmax over the pages needs no pass of its own: the top-k applies it while it reads.
+
+    Returns:
+        int32 [B, H, k], ascending, padded with -1.
+    """
+    return topk_pages(page_scores(q, summary, length, page_size, scale, group_reduce, sink_pages, recent_pages), k)
+
+
+def select_tokens(
+    q: Tensor,
+    keys: Tensor,
+    length: Tensor,
+    k: int,
+    dims: int,
+    scale: float,
+    softcap: float = 0.0,
+    group_reduce: str = "softmax_mean",
+    sinks: int = 0,
+    recent: int = 0,
+) -> Tensor:
+    """The best k tokens by :func:`token_scores`, as :func:`topk_pages` lists them.
+
+    Returns:
+        int32 [B, H, k], ascending, padded with -1.
+    """
+    return topk_pages(token_scores(q, keys, length, dims, scale, softcap, group_reduce, sinks, recent), k)

@@ -1,0 +1,205 @@
+"""The ops that choose what a step reads: their launchers, registered as torch ops, and the choice of backend."""
+
+import torch
+from torch import Tensor
+
+from . import reference
+from .backend import resolve, through_dispatcher
+from .custom import _register, on_device_of
+
+
+def _launch_page_scores(
+    q: Tensor,
+    summary: Tensor,
+    length: Tensor,
+    page_size: int,
+    scale: float,
+    group_reduce: str = "softmax_mean",
+    sink_pages: int = 0,
+    recent_pages: int = 0,
+) -> Tensor:
+    from .kernels.pages import page_scores as launch
+
+    with on_device_of(q):
+        return launch(q, summary, length, page_size, scale, group_reduce, sink_pages, recent_pages)
+
+
+def _launch_token_scores(
+    q: Tensor,
+    keys: Tensor,
+    length: Tensor,
+    dims: int,
+    scale: float,
+    softcap: float = 0.0,
+    group_reduce: str = "softmax_mean",
+    sinks: int = 0,
+    recent: int = 0,
+) -> Tensor:
+    from .kernels.tokens import token_scores as launch
+
+    with on_device_of(q):
+        return launch(q, keys, length, dims, scale, softcap, group_reduce, sinks, recent)
+
+
+def _launch_topk_pages(scores: Tensor, k: int) -> Tensor:
+    from .kernels.topk import topk_pages as launch
+
+    with on_device_of(scores):
+        return launch(scores, k)
+
+
+def _launch_select_pages(
+    q: Tensor,
+    summary: Tensor,
+    length: Tensor,
+    k: int,
+    page_size: int,
+    scale: float,
+    group_reduce: str = "softmax_mean",
+    sink_pages: int = 0,
+    recent_pages: int = 0,
+) -> Tensor:
+    from .kernels.pages import select_pages as launch
+
+    with on_device_of(q):
+        return launch(q, summary, length, k, page_size, scale, group_reduce, sink_pages, recent_pages)
+
+
+def _launch_select_tokens(
+    q: Tensor,
+    keys: Tensor,
+    length: Tensor,
+    k: int,
+    dims: int,
+    scale: float,
+    softcap: float = 0.0,
+    group_reduce: str = "softmax_mean",
+    sinks: int = 0,
+    recent: int = 0,
+) -> Tensor:
+    from .kernels.tokens import select_tokens as launch
+
+    with on_device_of(q):
+        return launch(q, keys, length, k, dims, scale, softcap, group_reduce, sinks, recent)
+
+
+_page_scores = _register("page_scores", _launch_page_scores)
+_token_scores = _register("token_scores", _launch_token_scores)
+_topk_pages = _register("topk_pages", _launch_topk_pages)
+_select_pages = _register("select_pages", _launch_select_pages)
+_select_tokens = _register("select_tokens", _launch_select_tokens)
+
+
+@_page_scores.register_fake
+@_token_scores.register_fake
+def _(q, scored, *_args):
+    return scored.new_empty(scored.shape[:3], dtype=torch.float32)
+
+
+@_topk_pages.register_fake
+def _(scores, k):
+    return scores.new_empty((*scores.shape[:2], k), dtype=torch.int32)
+
+
+@_select_pages.register_fake
+@_select_tokens.register_fake
+def _(q, scored, length, k, *_args):
+    return scored.new_empty((*scored.shape[:2], k), dtype=torch.int32)
+
+
+def page_scores(
+    q: Tensor,
+    summary: Tensor,
+    length: Tensor,
+    *,
+    page_size: int,
+    scale: float,
+    group_reduce: str = "softmax_mean",
+    sink_pages: int = 0,
+    recent_pages: int = 0,
+    backend: str = "auto",
+) -> Tensor:
+    args = (q, summary, length, page_size, scale, group_reduce, sink_pages, recent_pages)
+    if resolve("page_scores", backend, q, summary, dims=(summary.shape[-1],)) == "torch":
+        return reference.page_scores(*args)
+    if through_dispatcher(q, summary):
+        return torch.ops.kvsparse.page_scores(*args)
+    return _launch_page_scores(*args)
+
+
+def token_scores(
+    q: Tensor,
+    keys: Tensor,
+    length: Tensor,
+    *,
+    dims: int,
+    scale: float,
+    softcap: float = 0.0,
+    group_reduce: str = "softmax_mean",
+    sinks: int = 0,
+    recent: int = 0,
+    backend: str = "auto",
+) -> Tensor:
+    args = (q, keys, length, dims, scale, softcap, group_reduce, sinks, recent)
+    if resolve("token_scores", backend, q, keys, dims=(dims,)) == "torch":
+        return reference.token_scores(*args)
+    if through_dispatcher(q, keys):
+        return torch.ops.kvsparse.token_scores(*args)
+    return _launch_token_scores(*args)
+
+
+def topk_pages(scores: Tensor, k: int, *, backend: str = "auto") -> Tensor:
+    if resolve("topk_pages", backend, scores) == "torch":
+        return reference.topk_pages(scores, k)
+    if through_dispatcher(scores):
+        return torch.ops.kvsparse.topk_pages(scores, k)
+    return _launch_topk_pages(scores, k)
+
+
+def select_pages(
+    q: Tensor,
+    summary: Tensor,
+    length: Tensor,
+    k: int,
+    *,
+    page_size: int,
+    scale: float,
+    group_reduce: str = "softmax_mean",
+    sink_pages: int = 0,
+    recent_pages: int = 0,
+    backend: str = "auto",
+) -> Tensor:
+    args = (q, summary, length, k, page_size, scale, group_reduce, sink_pages, recent_pages)
+    if resolve("select_pages", backend, q, summary, dims=(summary.shape[-1],)) == "torch":
+        return reference.select_pages(*args)
+    if through_dispatcher(q, summary):
+        return torch.ops.kvsparse.select_pages(*args)
+    return _launch_select_pages(*args)
+
+
+def select_tokens(
+    q: Tensor,
+    keys: Tensor,
+    length: Tensor,
+    k: int,
+    *,
+    dims: int,
+    scale: float,
+    softcap: float = 0.0,
+    group_reduce: str = "softmax_mean",
+    sinks: int = 0,
+    recent: int = 0,
+    backend: str = "auto",
+) -> Tensor:
+    args = (q, keys, length, k, dims, scale, softcap, group_reduce, sinks, recent)
+    if resolve("select_tokens", backend, q, keys, dims=(dims,)) == "torch":
+        return reference.select_tokens(*args)
+    if through_dispatcher(q, keys):
+        return torch.ops.kvsparse.select_tokens(*args)
+    return _launch_select_tokens(*args)
+
+
+for _op in (page_scores, token_scores, topk_pages, select_pages, select_tokens):
+    _op.__doc__ = (getattr(reference, _op.__name__).__doc__ or "").rstrip() + (
+        '\n\n    ``backend``: "auto", "triton", "torch"; see :func:`kvsparse_hf.ops.backend.resolve`.\n    '
+    )
