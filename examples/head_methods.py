@@ -116,7 +116,8 @@ def measure(model, folder: Path, stories, keys, results: Results) -> None:
     found: dict[tuple, list[float]] = {case: [] for case in made}
     held: dict[tuple, list[float]] = {case: [] for case in made}
     for number, (story, key) in enumerate(zip(stories, keys, strict=True)):
-        for task, (ids, answer) in (("nll", story), ("key", key)):
+        for task, pair in (("nll", story), ("key", key)):
+            ids, answer = (part.to(model.device) for part in pair)
             prompt = Prompt.read(model, ids[None])
             for case, make in made.items():
                 scores, kept = follow(model, prompt, make(), answer)
@@ -168,7 +169,8 @@ def main() -> None:
     torch.set_num_threads(arguments.threads)
     source = arguments.model or find_model(print)
     tokenizer = AutoTokenizer.from_pretrained(source)
-    model = AutoModelForCausalLM.from_pretrained(source, dtype=torch.float32).eval()
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    model = AutoModelForCausalLM.from_pretrained(source, dtype=torch.float32).to(device).eval()
     results = Results(arguments.output, "head_methods")
     calibrate(model, tokenizer, arguments.calibrate, arguments.plans, results)
     stories = texts(tokenizer, arguments.text, arguments.prompts)

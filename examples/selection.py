@@ -87,9 +87,9 @@ def make_text(tokenizer, book: list[str], length: int, facts: list[Fact], rng: r
 class RecordingLayer(EvictingLayer):
     """A dense layer that remembers the queries, keys and values it was given."""
 
-    def absorb_prompt(self, query, key, value, positions, pad, call):
+    def absorb_prompt(self, query, key, value, positions, pad, call, lse=None):
         self.given, self.call = [(query, key, value)], call
-        super().absorb_prompt(query, key, value, positions, pad, call)
+        super().absorb_prompt(query, key, value, positions, pad, call, lse)
 
     def absorb_turn(self, query, key, value, *args):
         self.given.append((query, key, value))

@@ -82,8 +82,8 @@ GRID = [
 ]
 
 
-def make_cache(case: Case, model: PreTrainedModel, new_tokens: int):
-    """The cache of one case, empty."""
+def make_cache(case: Case, model: PreTrainedModel, new_tokens: int, **options):
+    """The cache of one case, empty; `options` are those of the method."""
     detach(model)
     if case.system == "transformers-dynamic":
         return DynamicCache(config=model.config)
@@ -93,7 +93,7 @@ def make_cache(case: Case, model: PreTrainedModel, new_tokens: int):
         return FullCache(model, reserve=RESERVE)
     if case.system not in list_methods():
         raise KVSparseError(f"unknown system {case.system!r}.")
-    return get_method(case.system)(model, budget=case.budget, reserve=RESERVE)
+    return get_method(case.system)(model, budget=case.budget, reserve=RESERVE, **options)
 
 
 def _arguments(case: Case, cache) -> dict:
@@ -139,18 +139,27 @@ def check(shape: str, context: int = 1000, layers: int = 4, device: str = "cuda"
 
 
 class Bench:
-    """One model, and the cases that run on it."""
+    """One model, and the cases that run on it.
 
-    def __init__(self, model: PreTrainedModel, new_tokens: int = 128, warm_tokens: int = 24):
+    Args:
+        new_tokens, warm_tokens: of a measured run and of one before.
+        spread: see `fill`.
+        options: of the methods.
+    """
+
+    def __init__(
+        self, model: PreTrainedModel, new_tokens: int = 128, warm_tokens: int = 24, spread: float = 1.0, options: dict | None = None
+    ):
         self.model, self.new_tokens, self.warm_tokens = model, new_tokens, warm_tokens
+        self.spread, self.options = spread, options or {}
 
     def run(self, case: Case) -> dict:
-        """Measures one case: `ms` per token (median over tokens, or over runs for several rows), `n`, `warmup_s`, `bytes`."""
+        """Measures one case: `ms` per token (median over tokens, or over runs for several rows), `n`, `warmup_s`, `report`."""
         gc.collect()
         torch.cuda.empty_cache()
         torch._dynamo.reset()
         begun = time.perf_counter()
-        cache = make_cache(case, self.model, self.new_tokens)
+        cache = make_cache(case, self.model, self.new_tokens, **self.options)
         cache, _ = self._generate(case, cache, self.warm_tokens)
         warm = time.perf_counter() - begun
         if case.batch == 1:
@@ -165,8 +174,8 @@ class Bench:
                     cache, times = self._generate(case, cache, tokens)
                     spans.append(times[-1] - times[0])
                 steps.append((spans[1] - spans[0]) / (self.new_tokens - self.warm_tokens))
-        held = cache.report().device_bytes if isinstance(cache, SparseCache) else None
-        return {"ms": statistics.median(steps) * 1e3, "n": len(steps), "warmup_s": warm, "bytes": held}
+        report = cache.report() if isinstance(cache, SparseCache) else None
+        return {"ms": statistics.median(steps) * 1e3, "n": len(steps), "warmup_s": warm, "report": report}
 
     @torch.no_grad()
     def _generate(self, case: Case, cache, tokens: int):
@@ -175,7 +184,7 @@ class Bench:
             cache = make_cache(case, self.model, tokens)
         else:
             cache.reset()
-        fill(cache, self.model, case.batch, case.context)
+        fill(cache, self.model, case.batch, case.context, self.spread)
         ids = torch.randint(3, 1000, (case.batch, case.context + 1), device=self.model.device)
         watch = _Stopwatch()
         # Transformers' streamers take one row only.
@@ -212,9 +221,17 @@ def plot(rows: list[dict], path: Path) -> None:
 
 
 def run(
-    cases: Iterable[Case], shape: str = "llama-3.1-8b", output: str | Path = "examples/results", limit_s: float = 1e9
+    cases: Iterable[Case],
+    shape: str = "llama-3.1-8b",
+    output: str | Path = "examples/results",
+    limit_s: float = 1e9,
+    spread: float = 1.0,
+    options: dict | None = None,
 ) -> list[dict]:
     """Checks, then measures the cases in order (as long as `limit_s` allows) and appends rows of suite `decode`.
+
+    Args:
+        spread, options: see `Bench`.
 
     Raises:
         KVSparseError: the decode step is not right; nothing is timed then.
@@ -223,7 +240,8 @@ def run(
     ours, theirs = check(shape)
     if not ours < 1.5 * theirs + 1e-3:
         raise KVSparseError(f"decode logits are off by {ours:.3g} from fp32, Transformers' by {theirs:.3g}; nothing was timed.")
-    bench = Bench(random_model(shape))
+    bench = Bench(random_model(shape), spread=spread, options=options)
+    special = {**({"spread": spread} if spread != 1.0 else {}), **(options or {})}
     results = Results(output, "decode")
     with Progress() as progress:
         task = progress.add_task("decode", total=len(cases))
@@ -232,11 +250,14 @@ def run(
                 progress.console.print(f"{case.name}: no time left")
                 continue
             figures = bench.run(case)
-            where = {"model": shape, "batch": case.batch, "context": case.context, "budget": case.budget}
+            where = {"model": shape, "batch": case.batch, "context": case.context, "budget": case.budget, **special}
             results.add(case.name, "ms_per_token", round(figures["ms"], 3), "ms", where, figures["n"])
             results.add(case.name, "warmup_s", round(figures["warmup_s"], 1), "s", where)
-            if figures["bytes"] is not None:
-                results.add(case.name, "device_bytes", figures["bytes"], "B", where)
+            if (report := figures["report"]) is not None:
+                results.add(case.name, "device_bytes", report.device_bytes, "B", where)
+                results.add(case.name, "read_bytes", report.read_bytes, "B", where)
+                results.add(case.name, "fewest_entries_of_a_head", min(layer.kept_min for layer in report.layers), "entries", where)
+                results.add(case.name, "most_entries_of_a_head", max(layer.kept_max for layer in report.layers), "entries", where)
             progress.console.print(
                 f"{case.name:<34} B={case.batch:<3} {case.context:>7}  {figures['ms']:8.3f} ms  "
                 f"(warm-up {figures['warmup_s']:.0f} s, {figures['n']} values)"

@@ -47,8 +47,13 @@ def random_model(
 
 
 @torch.no_grad()
-def fill(cache, model: PreTrainedModel, batch: int, context: int) -> None:
-    """Puts `context` random tokens per row into an empty cache, layer by layer, as a first forward would."""
+def fill(cache, model: PreTrainedModel, batch: int, context: int, spread: float = 1.0) -> None:
+    """Puts `context` random tokens per row into an empty cache, layer by layer, as a first forward would.
+
+    Args:
+        spread: the keys of the last head are so many times as long as those of the first, with equal ratios between: long
+            keys attract attention to few tokens, and heads that share a budget get unequal parts of it.
+    """
     config, device, dtype = model.config, model.device, model.dtype
     heads, dim = config.num_key_value_heads, config.hidden_size // config.num_attention_heads
     generator = torch.Generator(device).manual_seed(0)
@@ -57,8 +62,9 @@ def fill(cache, model: PreTrainedModel, batch: int, context: int) -> None:
         # Rounded in bf16 first, so that models of any precision get the same numbers.
         return torch.randn(batch, count, tokens, dim, device=device, dtype=torch.bfloat16, generator=generator).to(dtype)
 
+    longer = (spread ** torch.linspace(0, 1, heads, device=device)).to(dtype).view(1, -1, 1, 1)
     for index in range(config.num_hidden_layers):
-        key, value = noise(heads, context), noise(heads, context)
+        key, value = noise(heads, context) * longer, noise(heads, context)
         if not isinstance(cache, SparseCache):
             cache.update(key, value, index)
             continue

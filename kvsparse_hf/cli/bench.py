@@ -6,6 +6,7 @@ from typing import Annotated
 import typer
 
 from ..errors import KVSparseError
+from .arguments import Options
 
 app = typer.Typer(help="Measure speed.", no_args_is_help=True)
 
@@ -31,12 +32,15 @@ def decode(
     shape: Annotated[str, typer.Option(help="Shape of the random model.")] = "llama-3.1-8b",
     output: Annotated[Path, typer.Option(help="Folder for decode.jsonl and decode.png.")] = Path("examples/results"),
     limit: Annotated[float, typer.Option(help="Seconds after which no further case is started.")] = 1e9,
+    spread: Annotated[float, typer.Option(help="How many times longer the last head's random keys are than the first's.")] = 1.0,
+    option: Options = None,
 ) -> None:
     """Check and time whole decode steps on a CUDA device, next to Transformers' own caches."""
     from ..bench import decode as benchmark
+    from .loading import parse_options
 
     cases = [benchmark.Case.parse(text) for text in case] if case else benchmark.GRID
-    benchmark.run(cases, shape, output, limit)
+    benchmark.run(cases, shape, output, limit, spread, parse_options(option or []))
 
 
 @app.command()
@@ -46,12 +50,13 @@ def prefill(
     shape: Annotated[str, typer.Option(help="Shape of the random model.")] = "llama-3.1-8b",
     budget: Annotated[int, typer.Option(help="Entries per key/value head.")] = 2048,
     output: Annotated[Path, typer.Option(help="Folder for prefill.jsonl.")] = Path("examples/results"),
+    repeats: Annotated[int, typer.Option(help="Measured runs, after one that warms up.")] = 3,
 ) -> None:
     """Time and peak memory of reading a prompt on a CUDA device."""
     from ..bench import prefill as benchmark
 
     systems = system or ["transformers-dynamic", "full", "snapkv", "h2o"]
-    benchmark.run(systems, context or [32768], shape, budget, output)
+    benchmark.run(systems, context or [32768], shape, budget, output, repeats)
 
 
 @app.command()
