@@ -237,6 +237,17 @@ def _scores(inputs: tuple, op: Callable, backend: str) -> Tensor:
     return op(*inputs, scale=SCALE, backend=backend)
 
 
+def _given_lse_inputs(length: int) -> tuple:
+    """As after an attention kernel that told the softmax denominators."""
+    lse = torch.arange(1, length + 1, device="cuda").log() + 0.5
+    return *_score_inputs(length, length), lse.expand(1, HEADS_Q, length).contiguous()
+
+
+def _given_lse(inputs: tuple, backend: str) -> Tensor:
+    q, k, lse = inputs
+    return ops.column_sums(q, k, scale=SCALE, lse=lse, backend=backend)
+
+
 def _gather_inputs(length: int) -> tuple:
     index = _random_rows(HEADS, length, BUDGET).unsqueeze(0)
     start = (torch.arange(HEADS, device="cuda") * BUDGET).unsqueeze(0)
@@ -274,6 +285,11 @@ def prompt_cases() -> Iterator[Case]:
                        functools.partial(_score_inputs, length, window or length),
                        {"triton": functools.partial(_scores, op=op, backend="triton")},
                        lambda inputs, got, op=op: relative_error(got, _scores(inputs, op, "torch")))
+    for length in (4096, 16384):
+        yield Case("column_sums/given_lse", {"batch": 1, "context": length}, 0, length * key_bytes,
+                   functools.partial(_given_lse_inputs, length),
+                   {"triton": functools.partial(_given_lse, backend="triton")},
+                   lambda inputs, got: relative_error(got, _given_lse(inputs, "torch")))
     for length in (8192, 32768):
         yield Case("gather_rows/-", {"batch": 1, "context": length, "budget": BUDGET}, 4 * BUDGET * key_bytes,
                    2 * length * key_bytes, functools.partial(_gather_inputs, length), {"triton": _gather},

@@ -45,7 +45,8 @@ class Setting:
     Attributes:
         context, budget, page_size: tokens of a prompt, of a selection, of a page.
         hot_tokens: per key/value head; None: twice the budget.
-        new_tokens: decoded per run.
+        new_tokens, warm_tokens: decoded in a long and a short run.
+        repeats: of each measurement, whose median counts.
         hbm: cap on the device's memory in bytes, None for all of it.
         host_bytes: cap on host memory, None for what the machine has.
     """
@@ -56,6 +57,7 @@ class Setting:
     hot_tokens: int | None = None
     new_tokens: int = 96
     warm_tokens: int = 16
+    repeats: int = 3
     hbm: int | None = None
     host_bytes: int | None = None
 
@@ -131,17 +133,17 @@ class Figures:
     host_bytes: int
 
 
-def measure(model: PreTrainedModel, cache: SparseCache, batch: int, setting: Setting, repeats: int = 3) -> Figures:
+def measure(model: PreTrainedModel, cache: SparseCache, batch: int, setting: Setting) -> Figures:
     """Milliseconds a token from the difference of a long and a short run, so that prompt and capture cancel out."""
     steps = []
-    for _ in range(repeats):
+    for _ in range(setting.repeats):
         short, long = (decode_seconds(model, cache, batch, setting, n) for n in (setting.warm_tokens, setting.new_tokens))
         steps.append((long - short) / (setting.new_tokens - setting.warm_tokens))
     report = cache.report()
     offloaded = [layer for layer in cache.sparse_layers if isinstance(layer, OffloadingLayer) and layer.offloaded]
     planned = int(offloaded[0].store.tick[0, 0]) - 1 if offloaded else 1
     hit_rate = report.hits / max(report.hits + report.misses, 1) if offloaded else None
-    return Figures(statistics.median(steps) * 1e3, repeats, hit_rate, report.swapped_bytes / planned, report.device_bytes, report.host_bytes)
+    return Figures(statistics.median(steps) * 1e3, setting.repeats, hit_rate, report.swapped_bytes / planned, report.device_bytes, report.host_bytes)
 
 
 def work_of(system: str, model: PreTrainedModel, setting: Setting, listed: float = 1.0) -> Work:

@@ -97,6 +97,7 @@ def offload(
     context: Annotated[int, typer.Option(help="Tokens of each prompt.")] = 32768,
     budget: Annotated[int, typer.Option(help="Entries that a step reads per key/value head.")] = 2048,
     output: Annotated[Path, typer.Option(help="Folder for offload.jsonl and offload.png.")] = Path("examples/results"),
+    repeats: Annotated[int, typer.Option(help="Of each measurement.")] = 3,
 ) -> None:
     """Dense, selection on the device and HiSparse under one cap on device memory, batch by batch."""
     from ..bench import offload as benchmark
@@ -105,6 +106,6 @@ def offload(
 
     recorded = Trace.load(trace)
     limits = {"hbm": parse_bytes(hbm, "hbm"), "host_bytes": parse_bytes(host, "host")}
-    setting = benchmark.Setting(context=context, budget=budget, page_size=recorded.page_size, **limits)
+    setting = benchmark.Setting(context=context, budget=budget, page_size=recorded.page_size, repeats=repeats, **limits)
     extra = {"batches": batch} if batch else {}
     benchmark.run(recorded, setting, shape, system or benchmark.SYSTEMS, output=output, **extra)
