@@ -22,6 +22,11 @@ SHAPES = {
         dict(vocab_size=151936, hidden_size=896, intermediate_size=4864, num_hidden_layers=24, num_attention_heads=14,
              num_key_value_heads=2, max_position_embeddings=262144, tie_word_embeddings=True),
     ),
+    "llama-4-layers": (
+        LlamaConfig,
+        dict(vocab_size=32000, hidden_size=1024, intermediate_size=2816, num_hidden_layers=4, num_attention_heads=16,
+             num_key_value_heads=8, max_position_embeddings=262144, eos_token_id=None, bos_token_id=None),
+    ),
 }  # fmt: skip
 
 

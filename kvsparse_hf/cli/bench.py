@@ -109,3 +109,23 @@ def offload(
     setting = benchmark.Setting(context=context, budget=budget, page_size=recorded.page_size, repeats=repeats, **limits)
     extra = {"batches": batch} if batch else {}
     benchmark.run(recorded, setting, shape, system or benchmark.SYSTEMS, output=output, **extra)
+
+
+@app.command()
+def soak(
+    preset: Annotated[
+        list[str] | None, typer.Option("--preset", "-p", help="NAME or NAME:key=value,…; repeat it. Default: six methods.")
+    ] = None,
+    steps: Annotated[int, typer.Option(min=4, help="Decoded tokens of one generate().")] = 10_000,
+    calls: Annotated[int, typer.Option(min=4, help="Short generate() calls.")] = 500,
+    seconds: Annotated[float, typer.Option(help="Time for everything; phases that do not fit end early.")] = 1e9,
+    shape: Annotated[str, typer.Option(help="Shape of the random model.")] = "llama-4-layers",
+    device: Annotated[str, typer.Option(help="auto, cpu, cuda, cuda:1, …")] = "auto",
+    output: Annotated[Path, typer.Option(help="Folder for soak.jsonl.")] = Path("examples/results"),
+) -> None:
+    """Check that memory stays flat over many steps and many calls; fails when it grows."""
+    from ..bench import soak as benchmark
+    from .loading import choose_device
+
+    plan = benchmark.Plan(steps=steps, calls=calls, seconds=seconds)
+    benchmark.run(preset or benchmark.PRESETS, plan, shape, choose_device(device), output)
