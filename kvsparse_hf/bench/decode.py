@@ -4,8 +4,10 @@ Weights, keys and values are random: decode speed depends on none of them. A che
 Transformers' DynamicCache on the same keys and values comes first.
 """
 
+import contextlib
 import gc
 import importlib.util
+import signal
 import statistics
 import time
 from collections.abc import Iterable
@@ -138,6 +140,25 @@ def check(shape: str, context: int = 1000, layers: int = 4, device: str = "cuda"
     return tuple(float((x - reference).norm() / reference.norm()) for x in (ours, theirs))
 
 
+@contextlib.contextmanager
+def _at_most(seconds: float):
+    """Raises TimeoutError in the main thread when what runs inside takes longer: compilers have been seen to hang."""
+    if not seconds:
+        yield
+        return
+
+    def late(*_):
+        raise TimeoutError(f"longer than {seconds:g} s")
+
+    before = signal.signal(signal.SIGALRM, late)
+    signal.setitimer(signal.ITIMER_REAL, seconds)
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
+
+
 class Bench:
     """One model, and the cases that run on it.
 
@@ -201,13 +222,13 @@ class Bench:
 
 
 def plot(rows: list[dict], path: Path) -> None:
-    """Bars of milliseconds per token, one per case. Needs matplotlib (extra `eval`)."""
+    """Bars of milliseconds per token, one per row. Needs matplotlib (extra `eval`)."""
     import matplotlib
 
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
-    bars = [row for row in rows if row["metric"] == "ms_per_token"]
+    bars = sorted(rows, key=lambda row: (row["shape"]["batch"], row["shape"]["context"], -row["value"]))
     labels = [f"{row['case']}  B={row['shape']['batch']}, {row['shape']['context'] // 1024}K" for row in bars]
     figure, axes = pyplot.subplots(figsize=(9, 0.4 * len(bars) + 1.2), layout="constrained")
     ours = ["tab:blue" if not row["case"].startswith("transformers") else "tab:gray" for row in bars]
@@ -225,12 +246,15 @@ def run(
     shape: str = "llama-3.1-8b",
     output: str | Path = "examples/results",
     limit_s: float = 1e9,
+    case_s: float = 0,
     spread: float = 1.0,
     options: dict | None = None,
 ) -> list[dict]:
     """Checks, then measures the cases in order (as long as `limit_s` allows) and appends rows of suite `decode`.
 
     Args:
+        limit_s: no case is begun later.
+        case_s: a case that takes longer is left, as one that fails; 0: none is.
         spread, options: see `Bench`.
 
     Raises:
@@ -249,7 +273,13 @@ def run(
             if time.perf_counter() - begun > limit_s:
                 progress.console.print(f"{case.name}: no time left")
                 continue
-            figures = bench.run(case)
+            try:
+                with _at_most(case_s):
+                    figures = bench.run(case)
+            except (RuntimeError, TimeoutError) as error:
+                progress.console.print(f"{case.name}: not measured, {str(error).strip().splitlines()[0]}")
+                progress.advance(task)
+                continue
             where = {"model": shape, "batch": case.batch, "context": case.context, "budget": case.budget, **special}
             results.add(case.name, "ms_per_token", round(figures["ms"], 3), "ms", where, figures["n"])
             results.add(case.name, "warmup_s", round(figures["warmup_s"], 1), "s", where)
@@ -263,6 +293,6 @@ def run(
                 f"(warm-up {figures['warmup_s']:.0f} s, {figures['n']} values)"
             )
             progress.advance(task)
-    if importlib.util.find_spec("matplotlib"):
-        plot(results.rows, Path(output) / "decode.png")
+    if importlib.util.find_spec("matplotlib") and results.rows:
+        plot([row for row in results.newest("ms_per_token") if row["shape"]["model"] == shape], Path(output) / "decode.png")
     return results.rows

@@ -134,8 +134,10 @@ class Figures:
 
 
 def measure(model: PreTrainedModel, cache: SparseCache, batch: int, setting: Setting) -> Figures:
-    """Milliseconds a token from the difference of a long and a short run, so that prompt and capture cancel out."""
+    """Milliseconds a token from the difference of a long and a short run, so that prompt and capture cancel out. A run before
+    compiles the kernels and pins the memory."""
     steps = []
+    decode_seconds(model, cache, batch, setting, setting.warm_tokens)
     for _ in range(setting.repeats):
         short, long = (decode_seconds(model, cache, batch, setting, n) for n in (setting.warm_tokens, setting.new_tokens))
         steps.append((long - short) / (setting.new_tokens - setting.warm_tokens))
@@ -179,7 +181,7 @@ def sweep(
         try:
             add(batch, measure(model, cache, batch, setting))
         except (torch.OutOfMemoryError, BudgetError) as error:
-            return largest, str(error).strip().splitlines()[0]
+            return largest, str(error).strip().splitlines()[0].partition(". ")[0]
         largest = batch
         del cache
     return largest, ""

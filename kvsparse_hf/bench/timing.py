@@ -97,9 +97,15 @@ def environment() -> dict:
         "gpu": torch.cuda.get_device_name() if torch.cuda.is_available() else None,
         "versions": versions,
         "commit": os.environ.get("KVSPARSE_COMMIT") or _commit(),
-        "command": " ".join(["python", *map(_without_folder, sys.argv)]),
+        "command": _command(),
         "date": datetime.date.today().isoformat(),
     }
+
+
+def _command() -> str:
+    program, *arguments = map(_without_folder, sys.argv)
+    start = ["kvsparse"] if program in ("kvsparse", "__main__.py") else ["python", program]
+    return " ".join([*start, *arguments])
 
 
 def _without_folder(argument: str) -> str:
@@ -125,6 +131,15 @@ class Results:
         self.path.parent.mkdir(parents=True, exist_ok=True)
         with self.path.open("a") as file:
             file.write(json.dumps(row) + "\n")
+
+    def newest(self, metric: str) -> list[dict]:
+        """The last row of every case and shape in the file, in the order in which they first came."""
+        found: dict[tuple, dict] = {}
+        for line in self.path.read_text().splitlines():
+            row = json.loads(line)
+            if row["metric"] == metric:
+                found[row["case"], json.dumps(row["shape"], sort_keys=True)] = row
+        return list(found.values())
 
     def add_timing(self, case: str, timing: Timing, nbytes: float, shape: dict) -> None:
         """The rows "us" and, if the launch is known to move ``nbytes``, "TB_per_s"."""

@@ -32,6 +32,7 @@ def decode(
     shape: Annotated[str, typer.Option(help="Shape of the random model.")] = "llama-3.1-8b",
     output: Annotated[Path, typer.Option(help="Folder for decode.jsonl and decode.png.")] = Path("examples/results"),
     limit: Annotated[float, typer.Option(help="Seconds after which no further case is started.")] = 1e9,
+    case_limit: Annotated[float, typer.Option(help="Seconds after which a case is left unmeasured; 0: never.")] = 0,
     spread: Annotated[float, typer.Option(help="How many times longer the last head's random keys are than the first's.")] = 1.0,
     option: Options = None,
 ) -> None:
@@ -40,7 +41,7 @@ def decode(
     from .loading import parse_options
 
     cases = [benchmark.Case.parse(text) for text in case] if case else benchmark.GRID
-    benchmark.run(cases, shape, output, limit, spread, parse_options(option or []))
+    benchmark.run(cases, shape, output, limit, case_limit, spread, parse_options(option or []))
 
 
 @app.command()
