@@ -3,12 +3,14 @@
     python examples/train_recall_model.py --output recall-model             # one GPU, under ten minutes
     python examples/train_recall_model.py --output small --tiny             # a laptop, to see that it learns
 
-Batches are drawn on the device, so nothing is read. Short texts come first and long ones later: the model finds out how to
-look things up where there is little to look through. Prints the share of exactly right answers with the full cache.
+Batches are drawn on the device, so nothing is read. Texts are short at first, and grow whenever the model is right about
+those of the present length: it finds out how to look things up where there is little to look through, and a model that is
+given long texts before it did never does. Prints the share of exactly right answers with the full cache.
 """
 
 import argparse
 import math
+import random
 import time
 from dataclasses import dataclass
 from pathlib import Path
@@ -28,19 +30,37 @@ class Plan:
     Attributes:
         length: tokens of the longest text of facts; steps: of the longest chain.
         tokens: of a batch.
-        grow: share of the training over which texts grow to their full length.
     """
 
     hidden: int = 256
     layers: int = 6
     length: int = 2048
     steps: int = 40
-    tokens: int = 131_072
-    rate: float = 2e-3
-    grow: float = 0.6
+    tokens: int = 32_768
+    rate: float = 1.5e-3
 
 
 TINY = Plan(hidden=128, layers=3, length=96, steps=4, tokens=2_048)
+TASKS = ("facts", "chains")
+
+
+class Curriculum:
+    """How long the texts of one task may be, as a share of the full length.
+
+    Args:
+        start: the first share; factor: by how much it grows when a share `good` of the answers' tokens was right lately.
+    """
+
+    def __init__(self, start: float = 0.03, factor: float = 1.15, good: float = 0.98):
+        self.reach, self.factor, self.good = start, factor, good
+        self.right = 0.0
+
+    def see(self, right: float) -> None:
+        """The share of tokens that were right in a batch."""
+        self.right = 0.7 * self.right + 0.3 * right
+        if self.right > self.good and self.reach < 1:
+            self.reach = min(1.0, self.reach * self.factor)
+            self.right = 0.0  # and again at the new length
 
 
 def make_model(plan: Plan) -> LlamaForCausalLM:
@@ -61,27 +81,27 @@ def make_model(plan: Plan) -> LlamaForCausalLM:
     return LlamaForCausalLM(config)
 
 
-def draw_batch(plan: Plan, done: float, step: int, generator: torch.Generator, device: torch.device) -> Batch:
-    """One batch of facts or chains, in turns; its size is drawn up to what the progress `done` (0 … 1) allows."""
-    reach = min(1.0, 0.05 + done / plan.grow)
-    share = reach * (0.3 + 0.7 * float(torch.rand((), generator=generator, device=device)))
-    if step % 2:
+def draw_batch(plan: Plan, task: str, reach: float, generator: torch.Generator, device: torch.device) -> Batch:
+    """One batch of texts of up to the share `reach` of the full length."""
+    share = reach * (0.3 + 0.7 * random.random())
+    if task == "chains":
         steps = max(3, round(share * plan.steps))
-        filler = int(torch.randint(steps + 1, (), generator=generator, device=device))
+        filler = random.randint(0, steps)
         rows = max(1, plan.tokens // (10 * steps + 5 * (steps + filler)))
         return chains_batch(rows, steps, filler, generator, device)
     length = max(48, round(share * plan.length))
     asked = max(1, min(32, length // (3 * ASK)))
-    facts = max(2, int((length // 6) * float(torch.rand((), generator=generator, device=device))))
+    facts = max(2, int((length // 6) * random.random()))
     return facts_batch(max(1, plan.tokens // length), length, facts, asked, generator, device)
 
 
-def loss_of(model, batch: Batch) -> Tensor:
-    """Mean cross-entropy of the labelled tokens. Only their logits are computed."""
+def loss_of(model, batch: Batch) -> tuple[Tensor, Tensor]:
+    """Mean cross-entropy of the labelled tokens, and the share of them that is right. Only their logits are computed."""
     hidden = model.model(input_ids=batch.ids[:, :-1], use_cache=False).last_hidden_state
     wanted = batch.labels[:, 1:]
     chosen = wanted >= 0
-    return torch.nn.functional.cross_entropy(model.lm_head(hidden[chosen]).float(), wanted[chosen])
+    logits = model.lm_head(hidden[chosen]).float()
+    return torch.nn.functional.cross_entropy(logits, wanted[chosen]), (logits.argmax(-1) == wanted[chosen]).float().mean()
 
 
 @torch.no_grad()
@@ -104,6 +124,7 @@ def exact(model, plan: Plan, seed: int, device: torch.device, texts: int = 256) 
 
 def train(plan: Plan, minutes: float, device: torch.device, seed: int) -> LlamaForCausalLM:
     torch.manual_seed(seed)
+    random.seed(seed)
     model = make_model(plan).to(device)
     print(f"{sum(p.numel() for p in model.parameters()):,} parameters on {device}", flush=True)
     decayed = [p for p in model.parameters() if p.dim() > 1]
@@ -111,22 +132,25 @@ def train(plan: Plan, minutes: float, device: torch.device, seed: int) -> LlamaF
     groups = [{"params": decayed, "weight_decay": 0.05}, {"params": others, "weight_decay": 0.0}]
     optimizer = torch.optim.AdamW(groups, lr=plan.rate, betas=(0.9, 0.98), fused=device.type == "cuda")
     generator = torch.Generator(device).manual_seed(seed)
-    begin, step, losses = time.perf_counter(), 0, {0: 0.0, 1: 0.0}
+    curricula = {task: Curriculum() for task in TASKS}
+    begin, step = time.perf_counter(), 0
     while (done := (time.perf_counter() - begin) / (60 * minutes)) < 1:
         rate = plan.rate * min(1.0, (step + 1) / 200) * (1.0 if done < 0.5 else max(0.02, 2 - 2 * done))
         for group in optimizer.param_groups:
             group["lr"] = rate
-        batch = draw_batch(plan, done, step, generator, device)
+        task = TASKS[step % 2]
+        batch = draw_batch(plan, task, curricula[task].reach, generator, device)
         with torch.autocast(device.type, torch.bfloat16, enabled=device.type == "cuda"):
-            loss = loss_of(model, batch)
+            loss, right = loss_of(model, batch)
         optimizer.zero_grad(set_to_none=True)
         loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
-        if step % 100 < 2:  # one of each task; reading it waits for the device
-            losses[step % 2] = float(loss.detach())
-        if step % 100 == 1:
-            print(f"step {step:6d} {done:4.0%}  facts {losses[0]:.4f}  chains {losses[1]:.4f}", flush=True)
+        if step % 10 < 2:  # one of each task; reading it waits for the device
+            curricula[task].see(float(right))
+        if step % 200 == 1:
+            reached = (f"{name} {c.reach:5.1%} of the length, right {c.right:.3f}" for name, c in curricula.items())
+            print(f"step {step:6d} {done:4.0%}  loss {float(loss.detach()):.4f}  ", *reached, flush=True)
         if step % 1000 == 999:
             print(f"step {step:6d}       exact at full length:", exact(model, plan, seed + 1, device, 64), flush=True)
         step += 1
