@@ -174,17 +174,6 @@ def _token_scores(inputs: tuple, backend: str) -> Tensor:
     return ops.token_scores(*inputs, dims=inputs[0].shape[-1], scale=SCALE, backend=backend)
 
 
-def _select_pages(inputs: tuple, k: int, backend: str) -> Tensor:
-    return ops.select_pages(*inputs, k, page_size=PAGE, scale=SCALE, backend=backend)
-
-
-def _check_selection(inputs: tuple, got: Tensor) -> float:
-    """How much less the chosen pages add up to than the best ones: pages that rank alike may change places."""
-    scores = _page_scores(inputs, "softmax_mean", "torch")
-    best = scores.topk(got.shape[-1], dim=-1).values.sum()
-    return float(1 - scores.gather(-1, got.long()).sum() / best)
-
-
 def _topk(inputs: tuple, k: int, backend: str) -> Tensor:
     return ops.topk_pages(*inputs, k, backend=backend)
 
@@ -211,9 +200,6 @@ def selection_cases() -> Iterator[Case]:
             yield Case(f"page_scores/{how}", shape, size, size, functools.partial(_page_inputs, batch, pages),
                        {"triton": functools.partial(_page_scores, how=how, backend="triton")},
                        functools.partial(_check_page_scores, how=how))
-        yield Case("select_pages/softmax_mean", shape | {"k": BUDGET // PAGE}, size, size,
-                   functools.partial(_page_inputs, batch, pages),
-                   {"triton": functools.partial(_select_pages, k=BUDGET // PAGE, backend="triton")}, _check_selection)
         yield _topk_case(batch, pages, BUDGET // PAGE, shape)
     for batch, tokens in ((1, 32768), (1, 131072), (8, 32768)):
         shape = {"batch": batch, "context": tokens}

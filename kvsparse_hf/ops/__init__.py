@@ -20,7 +20,7 @@ from .dispatch import (
 from .errors import BackendError
 from .hot import hot_append, hot_fetch, hot_plan
 from .reference import dequantize, quantize
-from .selection import page_scores, select_pages, select_tokens, token_scores, topk_pages
+from .selection import page_scores, token_scores, topk_pages
 
 __all__ = [
     "BackendError",
@@ -38,8 +38,6 @@ __all__ = [
     "page_scores",
     "quantize",
     "record_token",
-    "select_pages",
-    "select_tokens",
     "store_token",
     "token_scores",
     "topk_pages",

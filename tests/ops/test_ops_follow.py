@@ -92,6 +92,14 @@ def test_long_segments_take_several_blocks(target):
     assert torch.equal(inputs[1].cpu(), cursor) and torch.allclose(inputs[0].cpu().double(), scores, atol=1e-6)
 
 
+@pytest.mark.parametrize("rule", [dict(recent=-1), dict(accumulate=False, across_heads=True)], ids=str)
+def test_many_query_heads_take_several_turns(target, rule):
+    inputs = _inputs([[1300, 1300]], 0, 11, target.device)
+    scores, cursor = _expected(inputs, **rule)
+    ops.follow_token(*inputs, **rule, backend=target.backend)
+    assert torch.equal(inputs[1].cpu(), cursor) and torch.allclose(inputs[0].cpu().double(), scores, atol=1e-6)
+
+
 def test_ties_give_up_the_newest(target):
     inputs = _inputs([[12, 12]], 0, 1, target.device)
     scores, cursor, pos, logits, lse, start = inputs[:6]

@@ -206,33 +206,3 @@ def test_topk_of_rows_too_long_for_one_program():
     scores[0, 1, :5] = math.nan
     for k in (1, 30, 395, 450):
         assert torch.equal(topk._topk_large(scores, k), ops.topk_pages(scores, k, backend="torch"))
-
-
-@pytest.mark.parametrize("how", ["softmax_mean", "max", "mean"])
-@pytest.mark.parametrize("pages, k", [(45, 7), (45, 60), (1, 1), (4500, 8)])
-def test_selecting_is_scoring_and_taking_the_best(target, pages, k, how):
-    """The softmax that the top-k takes on the way ranks exactly as the one that is written out."""
-    summary = _summary(2, 2, pages, 2, 32, torch.float32, target.device)
-    length = torch.tensor([[2 * pages, pages], [0, 1]], dtype=torch.int32, device=target.device)
-    q = torch.randn(2, 6, 32, device=target.device)
-    options = dict(page_size=2, scale=0.2, group_reduce=how, sink_pages=1, recent_pages=1, backend=target.backend)
-    got = ops.select_pages(q, summary, length, k, **options)
-    assert got.dtype == torch.int32
-    assert torch.equal(got, ops.topk_pages(ops.page_scores(q, summary, length, **options), k, backend=target.backend))
-
-
-@pytest.mark.parametrize("how", ["softmax_mean", "max"])
-def test_selecting_tokens_is_scoring_and_taking_the_best(target, how):
-    keys = torch.randn(2, 2, 301, 32, device=target.device)
-    length = torch.tensor([[301, 150], [0, 1]], dtype=torch.int32, device=target.device)
-    q = torch.randn(2, 6, 8, device=target.device)
-    options = dict(dims=8, scale=0.2, group_reduce=how, sinks=4, recent=3, softcap=2.0, backend=target.backend)
-    for k in (1, 64, 301, 400):
-        got = ops.select_tokens(q, keys, length, k, **options)
-        assert torch.equal(got, ops.topk_pages(ops.token_scores(q, keys, length, **options), k, backend=target.backend))
-
-
-def test_selecting_from_nothing(target):
-    summary = torch.zeros(1, 2, 0, 2, 16, device=target.device)
-    q, length = torch.randn(1, 4, 16, device=target.device), torch.zeros(1, 2, dtype=torch.int32, device=target.device)
-    assert ops.select_pages(q, summary, length, 3, page_size=4, scale=1.0, backend=target.backend).tolist() == [[[-1] * 3] * 2]

@@ -1,7 +1,6 @@
 """The contract between a selecting layer and the object that chooses what a step reads."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable
 from typing import ClassVar, NamedTuple
 
 import torch
@@ -157,12 +156,6 @@ class Selector(ABC):
         if self.limit is None:
             return ops.topk_pages(scores, self.width + more, backend=self.backend)
         return top_ragged(scores, self.width + more, self.limit + more)
-
-    def best(self, score: Callable, select: Callable, tensors: tuple[Tensor, ...], options: dict) -> Selection:
-        """What is ranked best by the op `score`; where nothing else needs the scores, by its sibling `select`, which writes none."""
-        if self.limit is None and not self.spare:
-            return Selection(select(*tensors, self.width, **options))
-        return self.choose(score(*tensors, **options))
 
     def choose(self, scores: Tensor) -> Selection:
         """What these scores select."""

@@ -51,16 +51,17 @@ class PageSelector(Selector):
 
     def select(self, query: Tensor, store: RaggedStore, call: AttentionCall) -> Selection:
         if self.reduce != "none":
-            return self.best(ops.page_scores, ops.select_pages, *self._ranking(query, store, call, self.reduce))
+            return self.choose(self._scores(query, store, call, self.reduce))
         # One query head of every group at a time, each against all the summaries.
         grouped = query.unflatten(1, (store.heads, -1))
-        rankings = [self._ranking(grouped[:, :, g], store, call, "max") for g in range(grouped.shape[2])]
-        scores = [ops.page_scores(*tensors, **options) for tensors, options in rankings]
+        scores = [self._scores(grouped[:, :, g], store, call, "max") for g in range(grouped.shape[2])]
         return Selection(self.top(torch.stack(scores, dim=2).flatten(1, 2)))
 
-    def _ranking(self, query: Tensor, store: RaggedStore, call: AttentionCall, reduce: str) -> tuple[tuple[Tensor, ...], dict]:
-        """Tensors and options that rank the pages."""
-        options = dict(
+    def _scores(self, query: Tensor, store: RaggedStore, call: AttentionCall, reduce: str) -> Tensor:
+        return ops.page_scores(
+            query,
+            self.bounds,
+            store.length,
             page_size=self.page_size,
             scale=call.scale,
             group_reduce=reduce,
@@ -68,7 +69,6 @@ class PageSelector(Selector):
             recent_pages=self.recent_pages,
             backend=self.backend,
         )
-        return (query, self.bounds, store.length), options
 
     def bytes_read(self, store: RaggedStore, group: int) -> int:
         pages = (store.length.cpu() + self.page_size - 1) // self.page_size

@@ -25,17 +25,18 @@ class TokenSelector(Selector):
 
     def select(self, query: Tensor, store: RaggedStore, call: AttentionCall) -> Selection:
         if self.reduce != "none":
-            return self.best(ops.token_scores, ops.select_tokens, *self._ranking(query, store, call, self.reduce))
+            return Selection(self.top(self._scores(query, store, call, self.reduce)))
         # One query head of every group at a time, each against all the keys.
         grouped = query.unflatten(1, (store.heads, -1))
-        rankings = [self._ranking(grouped[:, :, g], store, call, "max") for g in range(grouped.shape[2])]
-        scores = [ops.token_scores(*tensors, **options) for tensors, options in rankings]
+        scores = [self._scores(grouped[:, :, g], store, call, "max") for g in range(grouped.shape[2])]
         return Selection(self.top(torch.stack(scores, dim=2).flatten(1, 2)))
 
-    def _ranking(self, query: Tensor, store: RaggedStore, call: AttentionCall, reduce: str) -> tuple[tuple[Tensor, ...], dict]:
-        """Tensors and options that rank the tokens."""
+    def _scores(self, query: Tensor, store: RaggedStore, call: AttentionCall, reduce: str) -> Tensor:
         dims = self.ranking_channels(store)
-        options = dict(
+        return ops.token_scores(
+            query[..., :dims],
+            dense_view(store, store.keys),
+            store.length,
             dims=dims,
             scale=call.scale,
             softcap=call.softcap,
@@ -44,7 +45,6 @@ class TokenSelector(Selector):
             recent=self.recent,
             backend=self.backend,
         )
-        return (query[..., :dims], dense_view(store, store.keys), store.length), options
 
     def bytes_read(self, store: RaggedStore, group: int) -> int:
         return int(store.length.sum()) * self.ranking_channels(store) * store.keys.element_size()

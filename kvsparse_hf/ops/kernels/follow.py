@@ -10,13 +10,23 @@ from ..reference.record import AVERAGE, HISTORY_BITS
 from ._math import contiguous, join_previous, launch_options, next_power_of_2, require_contiguous
 
 MAX_BLOCK = 1024
+MAX_TILE = 8192  # weights a program asks for at once: it waits once for all of them
+
+
+@triton.jit
+def _weights(Logits, Lse, row, row_ok, slot, ok, width):
+    """Attention [rows, slots] of query heads ``row`` to ``slot``; 0 where either is not valid."""
+    lse = tl.load(Lse + row, mask=row_ok, other=0.0)
+    logits = tl.load(Logits + row[:, None] * width + slot[None, :], mask=row_ok[:, None] & ok[None, :], other=float("-inf"))
+    return tl.exp(logits - lse[:, None])
 
 
 @triton.jit
 def _follow_token_kernel(
     Scores, Cursor, Pos, Logits, Lse, Start, Length, Capacity, Newest, width, decay, log2_decay, sinks, recent,
     HEADS: tl.constexpr, QUERY_HEADS: tl.constexpr, ACCUMULATE: tl.constexpr, PER_QUERY: tl.constexpr,
-    DECAYS: tl.constexpr, ACROSS: tl.constexpr, HALF: tl.constexpr, BLOCK: tl.constexpr, DEPENDENT: tl.constexpr,
+    DECAYS: tl.constexpr, ACROSS: tl.constexpr, HALF: tl.constexpr, AT_ONCE: tl.constexpr, BLOCK: tl.constexpr,
+    DEPENDENT: tl.constexpr,
 ):
     """One (KV head, batch row). ACROSS: every head of a row does the same sums, in the same order."""
     join_previous(DEPENDENT, True)
@@ -42,9 +52,9 @@ def _follow_token_kernel(
         slot = begin + tl.arange(0, BLOCK)
         ok = slot < length
         score = tl.zeros([BLOCK], tl.float32)
-        for g in range(COUNT):
-            logit = tl.load(Logits + (first + g) * width + slot, mask=ok, other=float("-inf"))
-            score += tl.exp(logit - tl.load(Lse + first + g))
+        for begin_g in range(0, COUNT, AT_ONCE):
+            g = begin_g + tl.arange(0, AT_ONCE)
+            score += tl.sum(_weights(Logits, Lse, first + g, g < COUNT, slot, ok, width), 0)
         score = score / COUNT
         at = tl.load(Pos + first_row + slot, mask=ok, other=-1)
         if ACCUMULATE:
@@ -90,11 +100,13 @@ def follow_token(
     logits, lse, start, length, capacity, newest = contiguous(logits, lse, start, length, capacity, newest)
     batch, heads = start.shape
     width = logits.shape[-1]
+    block = min(MAX_BLOCK, max(16, next_power_of_2(width)))
     _follow_token_kernel[(heads, batch)](
         scores, cursor, pos, logits, lse, start, length, capacity, newest, width, decay, log2_decay, sinks, recent,
         HEADS=heads, QUERY_HEADS=logits.shape[1], ACCUMULATE=accumulate, PER_QUERY=per_query, DECAYS=decay < 1.0,
-        ACROSS=across_heads, HALF=recent < 0, BLOCK=min(MAX_BLOCK, max(16, next_power_of_2(width))), num_warps=4,
-        **launch_options(scores.device),
+        ACROSS=across_heads, HALF=recent < 0, BLOCK=block,
+        AT_ONCE=min(next_power_of_2(logits.shape[1] if across_heads else logits.shape[1] // heads), MAX_TILE // block),
+        num_warps=8, **launch_options(scores.device),
     )
 
 
@@ -102,7 +114,7 @@ def follow_token(
 def _record_token_kernel(
     History, Received, Pos, Logits, Lse, Start, Length, Newest, width, window, fade, average,
     HEADS: tl.constexpr, GROUP: tl.constexpr, WORDS: tl.constexpr, BITS: tl.constexpr, USE_MAX: tl.constexpr,
-    BLOCK: tl.constexpr, DEPENDENT: tl.constexpr,
+    AT_ONCE: tl.constexpr, BLOCK: tl.constexpr, DEPENDENT: tl.constexpr,
 ):
     """One (KV head, batch row)."""
     join_previous(DEPENDENT, True)
@@ -120,11 +132,11 @@ def _record_token_kernel(
         ok = slot < length
         mean = tl.zeros([BLOCK], tl.float32)
         most = tl.zeros([BLOCK], tl.float32)
-        for g in range(GROUP):
-            logit = tl.load(Logits + (first + g) * width + slot, mask=ok, other=float("-inf"))
-            weight = tl.exp(logit - tl.load(Lse + first + g))
-            mean += weight
-            most = tl.maximum(most, weight)
+        for begin_g in range(0, GROUP, AT_ONCE):
+            g = begin_g + tl.arange(0, AT_ONCE)
+            weight = _weights(Logits, Lse, first + g, g < GROUP, slot, ok, width)
+            mean += tl.sum(weight, 0)
+            most = tl.maximum(most, tl.max(weight, 0))
         mean = mean / GROUP
         row = first_row + slot
         is_new = tl.load(Pos + row, mask=ok, other=-1) == newest
@@ -154,9 +166,10 @@ def record_token(
     require_contiguous(history=history, received=received, pos=pos)
     logits, lse, start, length, newest = contiguous(logits, lse, start, length, newest)
     batch, heads = start.shape
-    width = logits.shape[-1]
+    width, group = logits.shape[-1], logits.shape[1] // heads
+    block = min(MAX_BLOCK, max(16, next_power_of_2(width)))
     _record_token_kernel[(heads, batch)](
         history, received, pos, logits, lse, start, length, newest, width, window, 1.0 - 1.0 / window, AVERAGE,
-        HEADS=heads, GROUP=logits.shape[1] // heads, WORDS=history.shape[-1], BITS=HISTORY_BITS, USE_MAX=use_max,
-        BLOCK=min(MAX_BLOCK, max(16, next_power_of_2(width))), num_warps=4, **launch_options(history.device),
+        HEADS=heads, GROUP=group, WORDS=history.shape[-1], BITS=HISTORY_BITS, USE_MAX=use_max,
+        AT_ONCE=min(next_power_of_2(group), MAX_TILE // block), BLOCK=block, num_warps=4, **launch_options(history.device),
     )

@@ -164,7 +164,7 @@ def plan_scores(
 
 @dataclass(frozen=True)
 class PagesPlan:
-    """Pages of a program in the scoring pass, and its warps.
+    """Pages of a program in the scoring pass and in the softmax pass, and warps of the scoring pass.
 
     ``eager``: read summaries before knowing how many are valid. It saves the time of one memory access and may read in
     vain, so it is for small ones.
@@ -172,6 +172,7 @@ class PagesPlan:
 
     pages: int
     warps: int
+    softmax_pages: int
     eager: bool
 
 
@@ -179,14 +180,7 @@ class PagesPlan:
 def plan_pages(pages: int, units: int, itemsize: int, multiprocessors: int) -> PagesPlan:
     """Small blocks while there are too few of them to fill the chip; ``units`` is batch rows times KV heads."""
     eager = pages * units <= 128 * multiprocessors
-    return PagesPlan(pages=32, warps=4 if itemsize == 4 else 2, eager=eager)
-
-
-def plan_shares(entries: int, size: int) -> int:
-    """Entries of ``size`` tokens that a program of the softmax pass takes."""
-    if size == 1:
-        return 1024
-    return 256 if entries > 4096 else 128
+    return PagesPlan(pages=32, warps=4 if itemsize == 4 else 2, softmax_pages=256 if pages > 4096 else 128, eager=eager)
 
 
 def topk_warps(block: int) -> int:

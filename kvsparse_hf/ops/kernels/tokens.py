@@ -19,8 +19,7 @@ from ._math import (
     next_power_of_2,
     require_contiguous,
 )
-from .shares import BlockLogits, forced
-from .topk import scores_of, topk_of
+from .pages import forced, softmax_over_blocks
 
 
 @triton.jit
@@ -68,48 +67,40 @@ def _token_logit_kernel(
         tl.store(Out + unit * tokens + token, forced(reduced, token, length, sinks, recent), mask=token < tokens)
 
 
-def _logits(
+def token_scores(
     q: Tensor,
     keys: Tensor,
     length: Tensor,
+    *,
     dims: int,
     scale: float,
     softcap: float,
     group_reduce: str,
     sinks: int,
     recent: int,
-) -> BlockLogits | Tensor:
-    """Scores [B, H, C]; for "softmax_mean" what they follow from."""
+) -> Tensor:
+    """See :func:`kvsparse_hf.ops.token_scores`."""
     check_reduction(group_reduce)
     batch, heads, tokens, row = keys.shape
-    heads_q = q.shape[1]
+    group = q.shape[1] // heads
     require_contiguous(keys=keys)
     q, length = inner_contiguous(q), length.contiguous()
+    out = torch.empty(batch, heads, tokens, dtype=torch.float32, device=q.device)
+    if tokens == 0:
+        return out
     block_d = max(16, next_power_of_2(dims))
     block = 256 if block_d * keys.element_size() <= 128 else 128
     blocks = triton.cdiv(tokens, block)
-    if group_reduce == "softmax_mean":
-        result = BlockLogits.empty(length, heads_q, tokens, blocks, 1, sinks, recent)
-        out, parts = result.logits, result.parts
-    else:
-        result = out = torch.empty(batch, heads, tokens, dtype=torch.float32, device=q.device)
-        parts = (None, None)
-    if tokens:
-        _token_logit_kernel[(blocks, heads, batch)](
-            q, keys, length, out, parts[0], parts[1],
-            q.stride(0), q.stride(1), tokens, row, scale, softcap, sinks, recent,
-            HEADS=heads, GROUP=heads_q // heads, D=dims, BLOCK_G=max(16, next_power_of_2(heads_q // heads)),
-            BLOCK_D=block_d, BLOCK_N=block, REDUCE=group_reduce, HAS_SOFTCAP=softcap > 0,
-            PRECISION=dot_precision(keys.dtype), num_warps=4, **launch_options(q.device),
-        )
-    return result
-
-
-def token_scores(q: Tensor, keys: Tensor, length: Tensor, *options) -> Tensor:
-    """See :func:`kvsparse_hf.ops.token_scores`."""
-    return scores_of(_logits(q, keys, length, *options))
-
-
-def select_tokens(q: Tensor, keys: Tensor, length: Tensor, k: int, *options) -> Tensor:
-    """See :func:`kvsparse_hf.ops.select_tokens`."""
-    return topk_of(_logits(q, keys, length, *options), k)
+    softmax = group_reduce == "softmax_mean"
+    parts = torch.empty(2, batch * heads * group, blocks, dtype=torch.float32, device=q.device) if softmax else None
+    logits = torch.empty(batch, heads * group, tokens, dtype=torch.float32, device=q.device) if softmax else out
+    _token_logit_kernel[(blocks, heads, batch)](
+        q, keys, length, logits, *((parts[0], parts[1]) if softmax else (None, None)),
+        q.stride(0), q.stride(1), tokens, row, scale, softcap, sinks, recent,
+        HEADS=heads, GROUP=group, D=dims, BLOCK_G=max(16, next_power_of_2(group)), BLOCK_D=block_d, BLOCK_N=block,
+        REDUCE=group_reduce, HAS_SOFTCAP=softcap > 0, PRECISION=dot_precision(keys.dtype), num_warps=4,
+        **launch_options(q.device),
+    )
+    if softmax:
+        softmax_over_blocks(logits, parts, length, out, 1, sinks, recent, 1024)
+    return out

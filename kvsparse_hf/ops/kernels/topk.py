@@ -1,4 +1,4 @@
-"""Exact top-k of each row of scores, one program per row with the whole row in registers."""
+"""Exact top-k of each row of page scores, one program per row with the whole row in registers."""
 
 from __future__ import annotations
 
@@ -8,8 +8,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ._math import join_previous, launch_options, next_power_of_2
-from .plan import TOPK_MOST, plan_shares, topk_chunk, topk_warps
-from .shares import BlockLogits, forced, mean_share, share_scores
+from .plan import TOPK_MOST, topk_chunk, topk_warps
 
 COLUMNS = 16
 _LOWEST = tl.constexpr(-(2**31))
@@ -33,27 +32,19 @@ def _count_two(keys, first, second):
 @triton.jit
 def _topk_pages_kernel(
     Scores, Ids, Out, OutScores, pages, k,
-    PartMax, PartSum, Length, blocks, page_size, sink_pages, recent_pages,
     ROWS: tl.constexpr, COLUMNS: tl.constexpr, BLOCK_K: tl.constexpr,
-    HAS_IDS: tl.constexpr, HAS_SCORES: tl.constexpr, GROUP: tl.constexpr, BLOCKS: tl.constexpr,
-    DEPENDENT: tl.constexpr,
+    HAS_IDS: tl.constexpr, HAS_SCORES: tl.constexpr, DEPENDENT: tl.constexpr,
 ):
     """One (row, chunk of it), as ROWS x COLUMNS scores: a few columns in a row keep the scans short.
 
     The threshold is found by trisection on the ordered bits; each step costs one reduction over the chunk.
     HAS_IDS: the indices to give for the scores, ascending. HAS_SCORES: also give the chosen scores, -inf behind them.
-    GROUP: Scores are logits of so many query heads, whose softmax is still to be taken; 0: they are scores.
     """
     join_previous(DEPENDENT, True)
     row = tl.program_id(0).to(tl.int64)
     chunk = row * tl.num_programs(1) + tl.program_id(1)  # of the output
     page = tl.arange(0, ROWS)[:, None] * COLUMNS + tl.arange(0, COLUMNS)[None, :] + tl.program_id(1) * ROWS * COLUMNS
-    if GROUP == 0:
-        scores = tl.load(Scores + row * pages + page, mask=page < pages, other=float("-inf"))
-    else:
-        valid_pages = tl.cdiv(tl.load(Length + row).to(tl.int32), page_size)
-        scores = mean_share(Scores, PartMax, PartSum, row, page, pages, blocks, GROUP, BLOCKS)
-        scores = forced(scores, page, valid_pages, sink_pages, recent_pages)
+    scores = tl.load(Scores + row * pages + page, mask=page < pages, other=float("-inf"))
     scores = tl.where(scores == 0, 0.0, scores)  # -0 ties with +0
     usable = scores > float("-inf")  # false for NaN too
     keys = tl.where(usable, _ordered(scores), _LOWEST)
@@ -112,65 +103,32 @@ def _topk_large(scores: Tensor, k: int) -> Tensor:
     return torch.nn.functional.pad(chosen, (0, k - chosen.shape[-1]), value=-1)
 
 
-def _launch(
-    source: Tensor | BlockLogits, rows: int, pages: int, k: int, chunk: int, ids: Tensor | None, keep_scores: bool
-) -> tuple[Tensor, Tensor | None]:
-    """Best k of every chunk of every row, of scores [rows, pages] or of what a first pass leads to: indices and scores
-    [rows, chunks * k]."""
-    scores, group, softmax = source, 0, (None, None, None, 0, 1, 0, 0)
-    if isinstance(source, BlockLogits):
-        scores, group = source.logits, source.group
-        blocks = source.parts.shape[-1]
-        softmax = (source.parts[0], source.parts[1], source.length, blocks, source.size, source.sinks, source.recent)
+def _launch(scores: Tensor, k: int, chunk: int, ids: Tensor | None, keep_scores: bool) -> tuple[Tensor, Tensor | None]:
+    """Best k of every chunk of every row of scores [rows, n]: indices and scores [rows, chunks * k]."""
+    rows, pages = scores.shape
     block = max(2 * COLUMNS, next_power_of_2(chunk))
     chunks = triton.cdiv(pages, chunk)
     out = torch.empty(rows, chunks * k, dtype=torch.int32, device=scores.device)
     kept = torch.empty(rows, chunks * k, dtype=torch.float32, device=scores.device) if keep_scores else None
     _topk_pages_kernel[(rows, chunks)](
-        scores, ids, out, kept, pages, k, *softmax, ROWS=block // COLUMNS, COLUMNS=COLUMNS, BLOCK_K=256,
-        HAS_IDS=ids is not None, HAS_SCORES=keep_scores, GROUP=group, BLOCKS=next_power_of_2(softmax[3]),
-        num_warps=topk_warps(block), **launch_options(scores.device),
+        scores, ids, out, kept, pages, k, ROWS=block // COLUMNS, COLUMNS=COLUMNS, BLOCK_K=256,
+        HAS_IDS=ids is not None, HAS_SCORES=keep_scores, num_warps=topk_warps(block), **launch_options(scores.device),
     )
     return out, kept
-
-
-def _topk(source: Tensor | BlockLogits, rows: int, pages: int, k: int) -> Tensor:
-    chunk = topk_chunk(pages, k)
-    if not chunk:
-        return _launch(source, rows, pages, k, pages, None, False)[0]
-    ids, best = _launch(source, rows, pages, k, chunk, None, True)
-    return _launch(best, *best.shape, k, best.shape[-1], ids, False)[0]
-
-
-def _in_registers(pages: int, k: int) -> bool:
-    return pages <= TOPK_MOST or topk_chunk(pages, k) > 0
 
 
 def topk_pages(scores: Tensor, k: int) -> Tensor:
     """See :func:`kvsparse_hf.ops.topk_pages`."""
     batch, heads, pages = scores.shape
+    scores = scores.float().contiguous().view(batch * heads, pages)
     if k == 0 or pages == 0:
         return torch.full((batch, heads, k), -1, dtype=torch.int32, device=scores.device)
-    scores, rows = scores.float().contiguous(), batch * heads
-    best = _topk(scores, rows, pages, k) if _in_registers(pages, k) else _topk_large(scores.view(rows, pages), k)
-    return best.view(batch, heads, k)
-
-
-def scores_of(first: BlockLogits | Tensor) -> Tensor:
-    """Scores [B, H, N] of a first pass; those that need no softmax as they are."""
-    if isinstance(first, Tensor):
-        return first
-    if not first.logits.shape[-1]:
-        return first.logits.new_empty((*first.length.shape, 0))
-    return share_scores(first, plan_shares(first.logits.shape[-1], first.size))
-
-
-def topk_of(first: BlockLogits | Tensor, k: int) -> Tensor:
-    """Best k of a first pass, int32 [B, H, k]. The softmax is taken on the way, without a pass of its own."""
-    if isinstance(first, Tensor):
-        return topk_pages(first, k)
-    pages = first.logits.shape[-1]
-    if k == 0 or pages == 0 or not _in_registers(pages, k):
-        return topk_pages(scores_of(first), k)
-    batch, heads = first.length.shape
-    return _topk(first, batch * heads, pages, k).view(batch, heads, k)
+    chunk = topk_chunk(pages, k)
+    if chunk:
+        ids, best = _launch(scores, k, chunk, None, True)
+        out, _ = _launch(best, k, best.shape[-1], ids, False)
+    elif pages <= TOPK_MOST:
+        out, _ = _launch(scores, k, pages, None, False)
+    else:
+        out = _topk_large(scores, k)
+    return out.view(batch, heads, k)

@@ -7,7 +7,7 @@ They are what the kernels are tested against, what runs where no kernel does, an
 from .attention import chunk_attention, decode_attention
 from .follow import follow_token
 from .hot import hot_append, hot_fetch, hot_plan
-from .pages import page_scores, select_pages, select_tokens, token_scores, topk_pages
+from .pages import page_scores, token_scores, topk_pages
 from .quantized import decode_attention_quantized, dequantize, quantize
 from .record import AVERAGE, HISTORY_BITS, record_token
 from .scores import column_sums, window_scores
@@ -31,8 +31,6 @@ __all__ = [
     "page_scores",
     "quantize",
     "record_token",
-    "select_pages",
-    "select_tokens",
     "store_token",
     "token_scores",
     "topk_pages",
