@@ -21,9 +21,10 @@ from .options import CommonOptions, parse_options
 from .report import CacheReport, make_report
 from .room import StepRoom
 from .storage import load_cache, save_cache
+from .taking_back import TakingBack
 
 
-class SparseCache(StepRoom, Cache):
+class SparseCache(TakingBack, StepRoom, Cache):
     """Base of all caches of this library. Pass one to an unmodified `model.generate(past_key_values=cache)`.
 
     Constructing a cache on a model switches that model's attention to `kvsparse` (`kvsparse_hf.detach` restores it);
@@ -125,7 +126,8 @@ class SparseCache(StepRoom, Cache):
             # Layers that are not ours take the tokens before ours could refuse them.
             self.session.check_positions((kwargs.get("kwargs") or {}).get("position_ids"), key_states.shape[2])
         if layer_idx == self._first_sparse and not torch.compiler.is_compiling():
-            self._prepare_step(key_states.shape[2])
+            if not self._step_prepared:
+                self._prepare_step(self._expect(key_states.shape[2]))
             self._step_prepared = False
         return super().update(key_states, value_states, layer_idx, *args, **kwargs)
 
@@ -138,7 +140,7 @@ class SparseCache(StepRoom, Cache):
         if not torch.compiler.is_compiling():
             # `generate()` builds the masks outside the compiled step, which makes this the place to grow buffers.
             self._step_prepared = False
-            self._prepare_step(query_length)
+            self._prepare_step(self._expect(query_length))
         return handoff.offer_mask(layer, length), offset
 
     def reset(self) -> None:
@@ -148,88 +150,21 @@ class SparseCache(StepRoom, Cache):
         self.session.reset()
         self.forget_room()
 
-    def crop(self, tokens_to_remove: int) -> None:
-        """Takes back the newest tokens. As in the running version of Transformers, a negative number counts the tokens to
-        remove (and, before 5.16, a positive one is the length to keep).
-
-        Raises:
-            UnsupportedOperationError: where older tokens were overwritten or evicted and cannot come back.
-        """
-        seen = int(self.get_seq_length())
-        removed = self._tokens_to_remove(int(tokens_to_remove), seen)
-        if seen == 0:
-            return
-        if removed >= seen:
-            self.reset()
-            return
-        pad = self.session.pad
-        first_removed = seen - removed - (torch.zeros(1, dtype=torch.int64) if pad is None else pad)
-        self._check_crop(removed, first_removed)
-        for layer in self.layers:
-            if isinstance(layer, SparseLayer):
-                if removed:
-                    layer.crop(first_removed)
-            elif removed or getattr(layer, "record_past", False):
-                layer.crop(-removed if compat.CROP_IS_RELATIVE else seen - removed)
-        if pad is not None:
-            self.session.rewind(seen - removed)
-        self.forget_room()
-
-    def _check_crop(self, removed: int, first_removed: Tensor) -> None:
-        """Raises before anything was changed."""
-        if removed == 0:
-            return
-        for index, layer in enumerate(self.layers):
-            if isinstance(layer, SparseLayer):
-                layer.check_crop(first_removed)
-            elif compat.is_sliding_layer(layer) and not compat.can_crop_sliding(layer):
-                raise UnsupportedOperationError(
-                    f"layer {index} is a sliding window of {layer.sliding_window} tokens that has moved on; it cannot take tokens "
-                    "back unless it recorded its past (assisted decoding does so)."
-                )
-
-    @staticmethod
-    def _tokens_to_remove(argument: int, seen: int) -> int:
-        if argument <= 0:
-            return -argument
-        if compat.CROP_IS_RELATIVE:
-            raise UnsupportedOperationError(f"crop({argument}): pass a negative number of tokens to remove.")
-        return max(seen - argument, 0)
-
-    @property
-    def is_croppable(self) -> bool:
-        """Whether `crop` can put the whole cache back as it was."""
-        return all(getattr(layer, "is_croppable", True) for layer in self.layers)
-
-    def activate_past_recording(self) -> None:
-        """Transformers is about to feed drafts that it may take back (assisted decoding, prompt lookup)."""
-        if not self.is_croppable:
-            raise UnsupportedOperationError(
-                f"{type(self).__name__} evicts, and drafts that came with the prompt would take part in the choice; for assisted "
-                "decoding use a method that evicts nothing."
-            )
-        self.session.record_past = True
-        for layer in self.layers:
-            if hasattr(layer, "activate_past_recording"):
-                layer.activate_past_recording()
-
-    @property
-    def can_rewind(self) -> bool:
-        """Whether `crop` can take back tokens that were decoded one by one since the last compression."""
-        return all(getattr(layer, "can_rewind", False) for layer in self.layers)
-
     def reorder_cache(self, beam_idx: Tensor) -> None:
         """Row `i` becomes what row `beam_idx[i]` was, in every layer."""
+        self._take_drafts(self.session.held)
         super().reorder_cache(beam_idx)
         self._select_session(beam_idx)
 
     def batch_select_indices(self, indices: Tensor) -> None:
         """Keeps only the given rows."""
+        self._take_drafts(self.session.held)
         super().batch_select_indices(indices)
         self._select_session(indices)
 
     def batch_repeat_interleave(self, repeats: int) -> None:
         """Repeats every row `repeats` times."""
+        self._take_drafts(self.session.held)
         super().batch_repeat_interleave(repeats)
         if self.session.batch is not None:
             self._select_session(torch.arange(self.session.batch).repeat_interleave(repeats))
@@ -287,6 +222,7 @@ class SparseCache(StepRoom, Cache):
 
     def save(self, path: str | Path) -> None:
         """Writes the cache to a folder (`cache.safetensors` and `cache.json`)."""
+        self._take_drafts(self.session.held)
         save_cache(self, Path(path))
 
     @classmethod

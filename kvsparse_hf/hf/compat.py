@@ -23,6 +23,7 @@ __all__ = [
     "base_mask_function",
     "can_crop_sliding",
     "check_layer_kinds",
+    "drafted_tokens",
     "generate_locals",
     "is_full_attention_layer",
     "is_plain_causal",
@@ -213,6 +214,23 @@ def generate_locals() -> dict:
             return {name: value if value is not None else kwargs.get(name) for name, value in found.items()}
         frame = frame.f_back
     return {}
+
+
+def drafted_tokens(cache) -> int | None:
+    """How many of the newest tokens of the running forward are drafts, which `generate()` may take back from `cache`; None where
+    it is not assisted.
+
+    Only the frame of its loop tells: the first forward holds the prompt and the first drafts. An assistant's own cache does not
+    find itself there.
+    """
+    frame = inspect.currentframe()
+    while frame is not None:
+        if frame.f_code.co_name == "_assisted_decoding":
+            names = frame.f_locals
+            if (names.get("model_kwargs") or {}).get(CACHE_ARGUMENT) is cache:
+                return int(names.get("candidate_length", 0))
+        frame = frame.f_back
+    return None
 
 
 def plain_decoding(model, generation_config, assistant_model) -> Callable:

@@ -10,7 +10,8 @@ from ..errors import UnsupportedOperationError
 from ..hf import compat, listening
 from ..hf.attention import base_attention, first_mask
 from ..policy.base import Candidates
-from .owning import AttentionCall, OwningLayer
+from .drafts import DraftingLayer
+from .owning import AttentionCall
 from .reading import OpenForward
 from .session import Clock, Session
 from .store import RaggedStore, storage_bytes
@@ -23,14 +24,14 @@ def _may_wait(tensor: Tensor) -> bool:
     return not (tensor.is_cuda and torch.cuda.is_current_stream_capturing())
 
 
-class SparseLayer(OwningLayer):
+class SparseLayer(DraftingLayer):
     """Base of our layers: counters, padding, the three kinds of forward, and Transformers' bookkeeping calls.
 
     Subclasses implement `absorb_prompt` and `absorb_turn` (what to do with a multi-token forward) and `decode` (a one-token
     step), and the parts of them (see `OwningLayer`) where other layers may read this one's keys and values.
 
     Attributes:
-        is_croppable: drafts can be taken back without a trace, so Transformers may use assisted decoding.
+        is_croppable: tokens can be taken back without a trace; otherwise drafts are held back until they are verified.
         can_rewind: at least the tokens decoded one by one since the last compression can be taken back.
         only_newest: of a first prompt, nobody wants the attention of any but the newest token: the others get zeros.
     """
@@ -56,17 +57,19 @@ class SparseLayer(OwningLayer):
         session, tokens = self.session, query.shape[2]
         if _may_wait(key) and self is session.first_sparse:
             session.check_positions(kwargs.get("position_ids"), tokens)
+        if tokens > 1 and session.drafts:
+            return self.drafted_forward(module, query, key, value, mask, *args, **kwargs), None
         if not self.is_initialized:
-            return self._first_forward(module, query, key, value, mask, *args, **kwargs)
+            return self.first_forward(module, query, key, value, mask, *args, **kwargs)
         call = AttentionCall.of(module, query.shape[-1], kwargs)
         if self.is_plain_step(tokens):
             clock = session.advance(self.layer_idx, key.device, 1)
             out = self.decode(query[:, :, 0], key[:, :, 0].detach(), value[:, :, 0].detach(), clock, call)
             return out.unsqueeze(1), None
-        return self._later_forward(query, key, value, call), None
+        return self.later_forward(query, key, value, call), None
 
     @torch.compiler.disable
-    def _first_forward(self, module, query, key, value, mask, *args, **kwargs):
+    def first_forward(self, module, query, key, value, mask, *args, **kwargs):
         """The model's own attention over the prompt, bit for bit; then this layer takes what it keeps."""
         call = AttentionCall.of(module, query.shape[-1], kwargs)
         session = self.session
@@ -103,7 +106,7 @@ class SparseLayer(OwningLayer):
         return F.pad(newest, (0, 0, 0, 0, query.shape[2] - 1, 0)), weights
 
     @torch.compiler.disable
-    def _later_forward(self, query: Tensor, key: Tensor, value: Tensor, call: AttentionCall) -> Tensor:
+    def later_forward(self, query: Tensor, key: Tensor, value: Tensor, call: AttentionCall) -> Tensor:
         """Chunked prefill, a next turn, or a draft: attention over kept + new, then this layer takes the new tokens."""
         tokens = key.shape[2]
         clock = self.session.advance(self.layer_idx, key.device, tokens)
@@ -169,12 +172,12 @@ class SparseLayer(OwningLayer):
         if not self.is_initialized:
             return 0
         seen = self.session.clock(self.device).seen
-        return seen if torch.compiler.is_compiling() else seen.clone()
+        return seen if torch.compiler.is_compiling() else seen + self.session.held
 
     def reset(self) -> None:
         """Forgets the tokens and keeps the buffers, so that compiled graphs stay valid."""
         self.is_initialized = False
-        self.forward, self.is_spent, self._gathered = None, False, ()
+        self.forward, self.is_spent, self._gathered, self.drafts = None, False, (), None
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
         """Row `i` becomes what row `beam_idx[i]` was, with all its state."""

@@ -12,6 +12,7 @@ from ..policy.base import Candidates, Policy
 from ..policy.budgets import Cost
 from ..policy.select import all_valid, append_zeros, protected_mask, select_top
 from .base import AttentionCall, SparseLayer
+from .drafts import Held
 from .positions import CachePositions
 from .session import Clock, Session
 from .store import RaggedStore
@@ -50,7 +51,7 @@ class EvictingLayer(SparseLayer):
 
     @property
     def is_croppable(self) -> bool:
-        """Only where nothing is ever evicted: drafts that came with the prompt would take part in the choice."""
+        """Only where nothing is ever evicted: what came with the prompt would take part in the choice."""
         return not self.policy.evicts
 
     @property
@@ -115,6 +116,18 @@ class EvictingLayer(SparseLayer):
                 self.grow(key.shape[2] - room + self.reserve)
             self.store.append(key.detach(), value.detach(), positions, pad)
 
+    def try_drafts(self, drafts: Held) -> Tensor:
+        if not self.can_rewind:
+            return super().try_drafts(drafts)
+        return self.attend_turn(*drafts.states, drafts.no_padding, drafts.call)[0]
+
+    def take_draft(self, index: int) -> None:
+        if not self.can_rewind:
+            super().take_draft(index)
+            return
+        _, key, value = self.drafts.step(index)
+        self.append_token(key, value, self.session.advance(self.layer_idx, self.device, 1))
+
     @property
     def queries_read(self) -> int | None:
         return self.policy.queries_read
@@ -124,11 +137,9 @@ class EvictingLayer(SparseLayer):
         return self.policy.reads_lse
 
     def _compresses_turns(self) -> bool:
-        """The chunks of one prompt are compressed as they come. Later turns (and drafts, which may be taken back) only
-        where decode is bounded: otherwise they are appended, as published."""
-        if not self.policy.evicts:
-            return False
-        return self.policy.bounded or not (self.session.decoding or self.session.record_past)
+        """The chunks of one prompt are compressed as they come. Later turns only where decode is bounded: otherwise they are
+        appended, as published."""
+        return self.policy.evicts and (self.policy.bounded or not self.session.decoding)
 
     def _kept(self) -> tuple[Tensor, Tensor, Tensor, Tensor, dict[str, Tensor]]:
         """Keys, values, positions, padding and memory of the kept tokens, in order of position (see `Candidates`)."""

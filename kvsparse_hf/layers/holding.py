@@ -62,6 +62,13 @@ class TierHolder(SparseLayer):
         """What the policy remembers of each entry."""
         return [name for name in self.store.extra if name not in QuantizedTier.RANGES]
 
+    @property
+    def appends_turns(self) -> bool:
+        """Whether a later multi-token forward stays on the device as it comes: where only prompts are ranked. Its drafts must not
+        be ranked with a prompt either; a layer that loses something never sees them here, as it holds them back."""
+        drafting = self.session.record_past and self.is_croppable
+        return self.interval is None and (self.session.decoding or drafting)
+
     # --- room ------------------------------------------------------------------------------------------------------
 
     def make_room(self, needed: Tensor, seen: Tensor, likes: tuple[Tensor, Tensor] | None) -> bool:
@@ -109,8 +116,7 @@ class TierHolder(SparseLayer):
         return QuantizedTier(self.coding, allocated, keys, values)
 
     def check_turn(self, tokens: int) -> None:
-        appends = self.interval is None and (self.session.decoding or self.session.record_past)
-        if self.host is None or appends:
+        if self.host is None or self.appends_turns:
             return
         seen = (self.session.clock(self.device).newest.long().cpu() + 1).clamp(min=0) + tokens
         needed = self.split.room(self._counts, seen)

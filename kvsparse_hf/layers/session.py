@@ -57,6 +57,9 @@ class Session:
             the prompt.
         padding_open: some row has seen nothing but padding, so its next token may be padding too.
         record_past: Transformers asked to be able to take tokens back (assisted decoding).
+        generate_records: it was `generate()` that asked, so this ends with its run.
+        drafts: newest tokens of the coming forward that the layers shall hold back.
+        held: tokens that they hold back; `seen()` does not count them.
         restart_pending: the coming forward re-sends the whole sequence, so the cache starts over.
         unclaimed: layer whose keys never reached our attention function.
     """
@@ -78,7 +81,8 @@ class Session:
         self.batch: int | None = None
         self.pad: Tensor | None = None
         self.host_seen = 0
-        self.decoding = self.padding_open = self.record_past = self.restart_pending = False
+        self.decoding = self.padding_open = self.record_past = self.restart_pending = self.generate_records = False
+        self.drafts = self.held = 0
         self.unclaimed: int | None = None
         self._announced_pad: Tensor | None = None
         self._origin = 0  # position of the first token, where the caller counts from another number than 0
@@ -177,9 +181,9 @@ class Session:
                 "this sequence was already seen, and a model with sliding-window layers cannot start over in the middle of a "
                 "forward: call reset() on the cache first, or pass only new tokens."
             )
-        pad, record_past = self._announced_pad, self.record_past
+        kept = {name: getattr(self, name) for name in ("_announced_pad", "record_past", "generate_records", "drafts")}
         self.reset()
-        self._announced_pad, self.record_past = pad, record_past
+        vars(self).update(kept)
         for layer in self.layers:
             layer.reset()
 

@@ -14,6 +14,7 @@ from ..policy.scored import Entries, FollowingPolicy, ObservingPolicy
 from ..policy.select import protected_mask
 from ..policy.tiers import DEVICE, GONE, Rest, Shares, rank_tiers
 from .base import AttentionCall
+from .drafts import Held
 from .holding import TierHolder
 from .host import HostMemory
 from .moving import NEW, Census, move
@@ -70,6 +71,14 @@ class TieredLayer(TierHolder):
         self.take_turn(query, key, value, positions, pad, call, lse)
         return out
 
+    def try_drafts(self, drafts: Held) -> Tensor:
+        if self.interval is not None:
+            return super().try_drafts(drafts)
+        self.open_turn(*drafts.states, None, drafts.no_padding)
+        out, _ = self.attend_turn(*drafts.states, drafts.no_padding, drafts.call)
+        self._open = None
+        return out
+
     def open_turn(self, query, key, value, positions, pad) -> None:
         census = Census.of(self.tiers)
         self._open = census, *census.collect(self.tiers)
@@ -104,7 +113,7 @@ class TieredLayer(TierHolder):
         whole = (torch.cat(pair, dim=2) for pair in ((keys, key.detach()), (values, value.detach())))
         options = dict(lse=lse, memory=memory, fresh=fresh)
         candidates = self._candidates(query, *whole, census.positions, census.pad, call, **options)
-        if self.interval is not None or not (self.session.decoding or self.session.record_past):
+        if not self.appends_turns:
             self._settle(candidates, census)
         else:
             target = torch.where(census.tier == NEW, DEVICE, census.tier)
