@@ -3,8 +3,9 @@
 from collections.abc import Iterable
 
 import torch
+from tokenizers import Tokenizer, models, pre_tokenizers
 from torch import Tensor
-from transformers import DynamicCache, PreTrainedModel
+from transformers import DynamicCache, PreTrainedModel, PreTrainedTokenizerFast
 from transformers.cache_utils import Cache
 
 from kvsparse_hf.hf.compat import CACHE_ARGUMENT as CACHE  # noqa: F401 "cache" or "past_key_values", by version
@@ -25,6 +26,18 @@ def left_pad(rows: Iterable[Tensor]) -> tuple[Tensor, Tensor]:
         ids[index, width - len(row):] = row
         mask[index, width - len(row):] = 1
     return ids, mask
+
+
+_TEMPLATE = "{% for m in messages %}{{ 'w10 ' if m.role == 'user' else 'w11 ' }}{{ m.content }} w12 {% endfor %}{% if add_generation_prompt %}w11 {% endif %}"
+
+
+def tiny_tokenizer() -> PreTrainedTokenizerFast:
+    """Writes token 7 as "w7", with words between blanks, a left padding side and a chat template."""
+    words = {"<pad>": 0, "<s>": 1, "<unk>": 2, "abcdef": 97} | {f"w{index}": index for index in range(3, 97)}  # (stop strings need a word)
+    tokenizer = Tokenizer(models.WordLevel(words, unk_token="<unk>"))
+    tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    special = dict(pad_token="<pad>", bos_token="<s>", unk_token="<unk>", padding_side="left")
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, chat_template=_TEMPLATE, **special)
 
 
 def dense(model: PreTrainedModel) -> DynamicCache:

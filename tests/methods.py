@@ -1,9 +1,11 @@
 """The methods under test. A new method adds one entry here and then passes every test in `conformance/`."""
 
+import itertools
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
+import pytest
 from helpers import SharingDense, dense, full_layers, kept_in_all_layers
 
 import kvsparse_hf
@@ -294,3 +296,22 @@ MAIN = [case for case in METHODS if not case.variant]
 EVICTING = [case for case in METHODS if case.evicts and case.takes_budget]
 # One method for each kind of cache layer: what a layer does whatever its method is tested with these alone.
 CORE = [ALL[name] for name in ("full", "snapkv", "streaming", "h2o", "quest", "adakv", "tiered")]
+
+
+def quick_where(quick: Callable, *more) -> list:
+    """Parameters: every method with every combination of further values. What is not `quick(case, *values)` is marked slow."""
+    out = []
+    for case in METHODS:
+        for values in itertools.product(*more):
+            marks = () if quick(case, *values) else pytest.mark.slow
+            out.append(pytest.param(case, *values, id="-".join(map(str, (case.id, *values))), marks=marks))
+    return out
+
+
+def only(cases: list, params: list) -> list:
+    """Those of the parameters whose method is one of `cases`."""
+    return [param for param in params if param.values[0] in cases]
+
+
+# Every method; those that are not in CORE are marked slow.
+by_all = pytest.mark.parametrize("case", quick_where(lambda case: case in CORE))

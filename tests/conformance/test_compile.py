@@ -45,6 +45,7 @@ class _Graphs:
         return graph.forward if self.inner is None else self.inner(graph, inputs)
 
 
+@pytest.mark.feature("compiled decoding")
 @by_method
 def test_60_steps_in_one_graph(case):
     """Also over a second `generate()` after `reset()`, with other tokens and other padding. The reserve holds the answer.

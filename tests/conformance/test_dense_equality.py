@@ -5,7 +5,7 @@ from functools import cache
 import pytest
 import torch
 from helpers import CACHE, decode, dense, forward, generate, left_pad, prefill, tokens
-from methods import ALL, AMPLE, BUDGET, CORE, METHODS
+from methods import ALL, AMPLE, BUDGET, CORE, METHODS, by_all
 from tiny_models import build, each_family
 
 LENGTH, NEW, STEPS = 40, 64, 14
@@ -76,6 +76,7 @@ def test_every_form_of_an_ample_budget(case, budget):
     assert torch.equal(generate(model, tokens(LENGTH), case.make(model, budget), NEW), _reference("llama-gqa2", "sdpa")[2])
 
 
+@pytest.mark.feature("fp16 and bf16")
 @by_method
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
 def test_dtypes(case, dtype):
@@ -134,7 +135,8 @@ def test_growth_loses_nothing(case, reserve):
     assert torch.equal(generate(model, ids, case.make(model, AMPLE, reserve=reserve), 24), generate(model, ids, case.dense(model), 24))
 
 
-@by_core
+@pytest.mark.feature("`inputs_embeds`")
+@by_all
 def test_inputs_embeds(case):
     model = build()
     embeds = model.get_input_embeddings()(tokens(LENGTH))
@@ -142,7 +144,8 @@ def test_inputs_embeds(case):
     assert torch.equal(got, expected)
 
 
-@by_core
+@pytest.mark.feature("sampling")
+@by_all
 def test_sampling(case):
     model = build()
     ids, mask = left_pad([tokens(30), tokens(17, seed=2)])
@@ -154,7 +157,8 @@ def test_sampling(case):
     assert not torch.equal(out[0][:, :8], generate(model, ids, case.dense(model), 8, attention_mask=mask))
 
 
-@by_core
+@pytest.mark.feature("`num_return_sequences`")
+@by_all
 @pytest.mark.parametrize("budget", [AMPLE, BUDGET])
 def test_num_return_sequences(case, budget):
     """Equal to the same prompt fed three times."""
@@ -168,6 +172,7 @@ def test_num_return_sequences(case, budget):
     assert len({tuple(row) for row in got.tolist()}) == 3
 
 
+@pytest.mark.feature("beams")
 @pytest.mark.parametrize(
     "case, family", [(case, "llama-gqa2") for case in METHODS] + [(case, "gemma3") for case in CORE], ids=lambda x: getattr(x, "id", x)
 )
@@ -206,7 +211,8 @@ class _Collector:
         self.ended = True
 
 
-@by_core
+@pytest.mark.feature("streamers")
+@by_all
 def test_streamer(case):
     model = build()
     ids, streamer = tokens(20), _Collector()
@@ -215,6 +221,7 @@ def test_streamer(case):
     assert sum(streamer.tokens, []) == ids[0].tolist() + new[0].tolist()
 
 
+@pytest.mark.feature("`prefill_chunk_size`")
 @pytest.mark.parametrize(
     "case, chunk, padded",
     [pytest.param(case, chunk, padded, id=f"{case.id}-{chunk}-{'padded' if padded else 'even'}")
@@ -238,7 +245,8 @@ def test_chunked_prefill_of_hybrid_models(family):
     assert torch.equal(got, expected)
 
 
-@by_core
+@pytest.mark.feature("scores, logits and hidden states")
+@by_all
 def test_output_options_of_generate(case):
     """Scores, hidden states and the returned cache are there; the cache object is the one passed in."""
     model = build(attention="eager")

@@ -3,8 +3,6 @@
 A method that skips reads everything while drafts may come, so that it gives what the dense model gives.
 """
 
-from itertools import product
-
 import pytest
 import torch
 import torch._dynamo
@@ -22,7 +20,7 @@ from helpers import (
     tensors_of,
     tokens,
 )
-from methods import ALL, AMPLE, BUDGET, CORE, METHODS
+from methods import ALL, AMPLE, BUDGET, CORE, METHODS, only, quick_where
 from tiny_models import build
 from transformers.generation import CompileConfig
 
@@ -37,17 +35,7 @@ EVICTS = [case for case in TRIES if case.evicts]
 by_core = pytest.mark.parametrize("case", CORE, ids=lambda case: case.id)
 
 
-def _quick_where(quick, cases, *more) -> list:
-    """Every method with every further value; what is not `quick` is marked slow."""
-    out = []
-    for case in cases:
-        for values in product(*more):
-            marks = () if quick(case, *values) else pytest.mark.slow
-            out.append(pytest.param(case, *values, id="-".join(map(str, (case.id, *values))), marks=marks))
-    return out
-
-
-evicting = pytest.mark.parametrize("case", _quick_where(lambda case: not case.variant, EVICTS))
+evicting = pytest.mark.parametrize("case", only(EVICTS, quick_where(lambda case: case in CORE)))
 
 # How many drafts come in each round, and how many of them are right.
 SCRIPT = [(3, 3), (4, 0), (1, 1), (0, 0), (5, 2), (5, 5), (2, 1), (0, 0), (4, 3), (6, 6), (1, 0)]
@@ -92,7 +80,8 @@ def plain(case, model, budget):
     return case.dense(model) if case.selects else case.make(model, budget)
 
 
-@pytest.mark.parametrize("case, budget", _quick_where(lambda case, budget: budget == BUDGET, TRIES, [BUDGET, AMPLE]))
+@pytest.mark.feature("assisted decoding, prompt lookup")
+@pytest.mark.parametrize("case, budget", only(TRIES, quick_where(lambda case, budget: budget == BUDGET, [BUDGET, AMPLE])))
 def test_scripted_drafts_equal_plain_greedy(case, budget):
     """Then the cache goes on as the one that never saw a draft, through a second turn as well."""
     model = build()
@@ -135,6 +124,7 @@ def test_scripted_drafts_beside_sliding_layers(case, family):
         assert torch.equal(got, answer)
 
 
+@pytest.mark.feature("assisted decoding, prompt lookup", refused=lambda case: True)
 @pytest.mark.parametrize("case", [ALL[name] for name in READ_BY_OTHERS], ids=lambda case: case.id)
 def test_drafts_in_shared_layers_that_evict_are_refused(case):
     model = build()
@@ -188,7 +178,7 @@ def _feed(model, cache, ids, mask):
 
 @pytest.mark.parametrize(
     "case, rows, removed",
-    _quick_where(lambda case, rows, removed: case in CORE or (rows, removed) == (2, 2), EVICTS, [1, 2], [0, 2, 5]),
+    only(EVICTS, quick_where(lambda case, rows, removed: case in CORE or (rows, removed) == (2, 2), [1, 2], [0, 2, 5])),
 )
 def test_drafts_of_a_loop_of_ones_own(case, rows, removed):
     """One token and five drafts, of which some are taken back; the logits are those of single steps."""
@@ -235,7 +225,7 @@ def test_more_than_the_drafts_cannot_be_taken_back(case):
     assert kept_in_all_layers(mine) == kept_in_all_layers(twin)
 
 
-@pytest.mark.parametrize("case, what", _quick_where(lambda case, what: case in CORE, EVICTS, ["fork", "file", "rows", "reset"]))
+@pytest.mark.parametrize("case, what", only(EVICTS, quick_where(lambda case, what: case in CORE, ["fork", "file", "rows", "reset"])))
 def test_drafts_survive_what_happens_meanwhile(case, what, tmp_path):
     model = build()
     mine, twin, mask = _recording(case, model)

@@ -6,11 +6,10 @@ import threading
 import pytest
 import torch
 import transformers
-from helpers import CACHE, decode, dense, forward, generate, left_pad, positions, prefill, tokens
-from methods import ALL, BUDGET, CORE
+from helpers import CACHE, decode, dense, forward, generate, left_pad, positions, prefill, tiny_tokenizer, tokens
+from methods import ALL, BUDGET, CORE, by_all
 from tiny_models import build, each_family
-from tokenizers import Tokenizer, models, pre_tokenizers
-from transformers import PreTrainedTokenizerFast, StaticCache
+from transformers import StaticCache
 
 import kvsparse_hf
 from kvsparse_hf import KVSparseError, UnsupportedOperationError
@@ -164,7 +163,8 @@ def _factory(case, made):
     return make
 
 
-@by_core
+@pytest.mark.feature("`use()` and pipelines")
+@by_all
 def test_use_gives_every_generate_a_fresh_cache(case):
     model, twin = build(), build()
     expected = [generate(twin, tokens(30, seed=seed), case.make(twin), 10) for seed in (1, 2)]
@@ -233,18 +233,12 @@ def test_enable_and_disable():
     assert torch.equal(generate(model, tokens(30), None, 8), plain) and model.config._attn_implementation == "sdpa"
 
 
-def _tokenizer() -> PreTrainedTokenizerFast:
-    words = {"<pad>": 0, "<s>": 1, "<unk>": 2} | {f"w{index}": index for index in range(3, 97)}
-    tokenizer = Tokenizer(models.WordLevel(words, unk_token="<unk>"))
-    tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
-    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, pad_token="<pad>", bos_token="<s>", unk_token="<unk>", padding_side="left")
-
-
-@by_core
+@pytest.mark.feature("`use()` and pipelines")
+@by_all
 def test_a_transformers_pipeline(case):
     """Single texts and a padded batch, through the pipeline's own code."""
     model, twin = build(), build()
-    pipe = transformers.pipeline("text-generation", model=model, tokenizer=_tokenizer(), device="cpu")
+    pipe = transformers.pipeline("text-generation", model=model, tokenizer=tiny_tokenizer(), device="cpu")
     texts = [" ".join(f"w{token}" for token in row.tolist()) for row in (tokens(30)[0], tokens(17, seed=2)[0])]
     options = dict(max_new_tokens=8, do_sample=False, return_full_text=False)
     with kvsparse_hf.use(model, case.make):

@@ -3,7 +3,7 @@
 import pytest
 import torch
 from helpers import decode, generate, kept_in_all_layers, left_pad, prefill, tokens
-from methods import ALL, AMPLE, BUDGET, CORE, METHODS
+from methods import ALL, AMPLE, BUDGET, CORE, METHODS, by_all
 from tiny_models import build, each_family
 
 STEPS = 10
@@ -41,6 +41,7 @@ _PADS = [
 ]
 
 
+@pytest.mark.feature("left-padded batches")
 @pytest.mark.parametrize("case, pad, budget", _PADS)
 def test_one_padded_row(case, pad, budget):
     _check(build(), lambda model: case.make(model, budget), [60, 60 - pad])
@@ -59,7 +60,8 @@ def test_every_family(case, family, attention):
     _check(build(family, attention), case.make, [33, 9, 26])
 
 
-@by_core
+@pytest.mark.feature("left-padded batches")
+@by_all
 def test_generate(case):
     model = build()
     rows = [tokens(40), tokens(23, seed=2), tokens(3, seed=4)]

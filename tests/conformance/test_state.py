@@ -21,7 +21,7 @@ from helpers import (
     tensors_of,
     tokens,
 )
-from methods import ALL, AMPLE, BUDGET, CORE, METHODS
+from methods import ALL, AMPLE, BUDGET, CORE, METHODS, by_all
 from tiny_models import build
 from transformers.cache_utils import DynamicSlidingWindowLayer
 
@@ -53,6 +53,7 @@ def _started(case, model, budget=BUDGET, rows=ROWS, **options):
 # --- several caches ----------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.feature("interleaved caches")
 @by_method
 def test_interleaved_caches_do_not_meet(case):
     """Two prompts, step by step in turn on one model, also with a dense cache between: bit-equal to each alone."""
@@ -73,7 +74,8 @@ def test_interleaved_caches_do_not_meet(case):
         assert torch.equal(torch.cat(logits, dim=1), expected)
 
 
-@by_core
+@pytest.mark.feature("threads")
+@by_all
 def test_two_threads_on_one_model(case):
     model = build()
     prompts = [tokens(30 + index, seed=index) for index in range(4)]
@@ -113,6 +115,7 @@ def test_cache_started_in_another_thread(case):
 # --- copies and files --------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.feature("`deepcopy`, `save` and `load`")
 @pytest.mark.parametrize("case, family, how", _everywhere(("deepcopy", "fork", "file"), ("file",)))
 def test_a_copy_continues_like_the_original(case, family, how, tmp_path):
     model = build(family)
@@ -177,6 +180,7 @@ def test_files_keep_the_dtype(case, dtype, tmp_path):
     assert torch.equal(decode(model, loaded, tokens(4, 3), mask), decode(model, mine, tokens(4, 3), mask))
 
 
+@pytest.mark.feature("`reset`")
 @pytest.mark.parametrize("case, family", [
     pytest.param(case, family, id=f"{case.id}-{family}") for case in METHODS for family in ("llama-gqa2", "gemma3")
     if case in CORE or family == "llama-gqa2"
@@ -206,6 +210,7 @@ _SELECTIONS = {
 }
 
 
+@pytest.mark.feature("rows reordered, selected, repeated")
 @pytest.mark.parametrize("budget", [BUDGET, AMPLE, 0.5], ids=str)
 @pytest.mark.parametrize("case, family, selection", _everywhere(_SELECTIONS, ("reorder", "select-short")))
 def test_rows_move_with_all_their_state(case, family, selection, budget):
@@ -320,6 +325,7 @@ def test_crop_zero_changes_nothing(case, family):
     assert torch.equal(decode(model, mine, tokens(4, 3), mask), decode(model, straight, tokens(4, 3), mask))
 
 
+@pytest.mark.feature("`crop` of decoded tokens", refused=lambda case: not case.croppable)
 @pytest.mark.parametrize("case, rows, taken", [
     pytest.param(case, rows, taken, id=f"{case.id}-{len(rows)}-{taken}")
     for case in METHODS for rows in ((30,), ROWS) for taken in (1, 3, 6) if case in CORE or (rows, taken) == (ROWS, 3)
@@ -343,6 +349,7 @@ def test_crop_of_decoded_tokens(case, rows, taken):
     torch.testing.assert_close(decode(model, mine, after, mask), decode(model, straight, after, mask), atol=1e-5, rtol=0)
 
 
+@pytest.mark.feature("`crop` into the prompt", refused=lambda case: case.evicts or not case.croppable)
 @by_method
 def test_crop_into_the_prompt(case):
     """Exact where nothing was evicted; refused, with nothing changed, where something was."""

@@ -17,7 +17,7 @@ from helpers import (
     seen,
     tokens,
 )
-from methods import AMPLE, BUDGET, CORE, METHODS
+from methods import AMPLE, BUDGET, CORE, METHODS, by_all
 from tiny_models import build
 
 from kvsparse_hf import UnsupportedOperationError
@@ -52,7 +52,8 @@ def _grow(mask, count):
     return torch.cat((mask, mask.new_ones(len(mask), count)), dim=1)
 
 
-@by_core
+@pytest.mark.feature("several turns")
+@by_all
 @padded
 def test_second_turn_feeds_only_new_tokens_at_their_positions(case, rows):
     model = build()
@@ -88,6 +89,7 @@ def test_two_turns_with_room_equal_one_dense_run(case, family, rows):
     assert torch.equal(second, generate(model, whole, dense(model), 16, attention_mask=whole_mask))
 
 
+@pytest.mark.feature("several turns")
 @by_method
 @padded
 def test_generate_equals_a_manual_loop(case, rows):
@@ -136,7 +138,8 @@ def test_bare_forwards_count_positions_themselves(case):
     torch.testing.assert_close(decode(model, without, message), wanted, atol=0, rtol=0)
 
 
-@by_core
+@pytest.mark.feature("a prompt sent again")
+@by_all
 @padded
 @pytest.mark.parametrize("with_mask", [True, False], ids=["mask", "no-mask"])
 def test_the_same_prompt_again_with_no_new_token(case, rows, with_mask):
@@ -172,6 +175,7 @@ def test_the_same_prompt_again_on_sliding_layers_is_refused_or_right(case, famil
     assert torch.equal(again, expected)
 
 
+@pytest.mark.feature("several turns")
 @by_method
 @padded
 def test_everything_sent_again_with_no_new_message(case, rows):
