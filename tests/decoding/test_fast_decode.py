@@ -60,6 +60,7 @@ def test_same_as_plain(model, case, setting):
     assert_same(both(model, lambda: case.make(model), ids, mask, **SETTINGS[setting]))
 
 
+@pytest.mark.feature("`fast_decode`")
 @pytest.mark.parametrize("case", METHODS, ids=lambda case: case.id)
 def test_continues_a_conversation(model, case):
     """The cache that comes back is the one plain `generate()` leaves: a second turn gives the same tokens."""
