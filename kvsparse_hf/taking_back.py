@@ -48,7 +48,10 @@ class TakingBack:
         Raises:
             UnsupportedOperationError: layers that evict are read by others.
         """
-        self._record_past(of_generate=compat.drafted_tokens(self) is not None)
+        if compat.only_stops_late():
+            self._record_others()
+        else:
+            self._record_past(of_generate=compat.drafted_tokens(self) is not None)
 
     def _record_past(self, of_generate: bool) -> None:
         if not self._keeps_all and any(layer.readers for layer in self.sparse_layers):
@@ -58,6 +61,9 @@ class TakingBack:
                 "nothing."
             )
         self.session.record_past, self.session.generate_records = True, of_generate
+        self._record_others()
+
+    def _record_others(self) -> None:
         for layer in self.layers:
             if hasattr(layer, "activate_past_recording"):
                 layer.activate_past_recording()

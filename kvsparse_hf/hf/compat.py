@@ -3,7 +3,8 @@
 import copy
 import inspect
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from types import FrameType
 
 from torch import nn
 from transformers import AttentionInterface, AttentionMaskInterface, DynamicCache, PretrainedConfig
@@ -31,6 +32,7 @@ __all__ = [
     "is_sliding_layer",
     "kv_shape",
     "layer_template",
+    "only_stops_late",
     "plain_decoding",
     "ranks_of",
     "register_attention",
@@ -199,20 +201,26 @@ def check_layer_kinds(layers: list[CacheLayerMixin], model_type: str) -> None:
             )
 
 
+def _callers() -> Iterator[FrameType]:
+    """The frames of the running call, innermost first."""
+    frame = inspect.currentframe()
+    while frame is not None:
+        yield frame
+        frame = frame.f_back
+
+
 def generate_locals() -> dict:
     """Arguments of the running `generate()` that it does not pass on to a `custom_generate` callable.
 
     `streamer`, `assistant_model` and the tokenizers are named parameters of `generate()`, which drops them for callables;
     the only place that still has them is its frame.
     """
-    frame = inspect.currentframe()
-    while frame is not None:
+    for frame in _callers():
         if frame.f_code.co_name == "generate" and "generation_mode" in frame.f_locals:
             names = ("streamer", "assistant_model", "assistant_tokenizer", "tokenizer")
             found = {name: frame.f_locals.get(name) for name in names}
             kwargs = frame.f_locals.get("kwargs") or {}
             return {name: value if value is not None else kwargs.get(name) for name, value in found.items()}
-        frame = frame.f_back
     return {}
 
 
@@ -223,14 +231,18 @@ def drafted_tokens(cache) -> int | None:
     Only the frame of its loop tells: the first forward holds the prompt and the first drafts. An assistant's own cache does not
     find itself there.
     """
-    frame = inspect.currentframe()
-    while frame is not None:
+    for frame in _callers():
         if frame.f_code.co_name == "_assisted_decoding":
             names = frame.f_locals
             if (names.get("model_kwargs") or {}).get(CACHE_ARGUMENT) is cache:
                 return int(names.get("candidate_length", 0))
-        frame = frame.f_back
     return None
+
+
+def only_stops_late() -> bool:
+    """Whether the past is recorded for nothing but a stop check that runs one step late, as on "mps" since 5.17: the newest token
+    may be taken back, and there are no drafts."""
+    return any(type(frame.f_locals.get("self")).__name__ == "DeferredStopCheck" for frame in _callers())
 
 
 def plain_decoding(model, generation_config, assistant_model) -> Callable:

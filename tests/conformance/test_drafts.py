@@ -22,7 +22,7 @@ from helpers import (
 )
 from methods import ALL, AMPLE, BUDGET, CORE, METHODS, only, quick_where
 from tiny_models import build
-from transformers.generation import CompileConfig
+from transformers.generation import CompileConfig, utils
 
 import kvsparse_hf
 from kvsparse_hf import SparseCache, UnsupportedOperationError
@@ -250,6 +250,42 @@ def test_drafts_survive_what_happens_meanwhile(case, what, tmp_path):
     assert kept_in_all_layers(mine) == kept_in_all_layers(twin)
     after, mask = tokens(4, seed=8), grown[:, :grown.shape[1] - removed]
     torch.testing.assert_close(decode(model, mine, after, mask), decode(model, twin, after, mask), atol=1e-4, rtol=0)
+
+
+# --- a stop check that runs a step late --------------------------------------------------------------------------------
+
+
+class _NoEvent:
+    """In the place of `torch.Event`, which the CPU does not have."""
+
+    def __init__(self, *args, **kwargs):
+        pass
+
+    def record(self):
+        pass
+
+    synchronize = record
+
+
+@pytest.mark.skipif(not hasattr(utils, "DeferredStopCheck"), reason="since 5.17")
+@pytest.mark.parametrize("case", quick_where(lambda case: case in CORE))
+def test_a_late_stop_check_is_no_draft(case, monkeypatch):
+    """On "mps" Transformers feeds one token more than it needs and takes it back: a method that skips goes on skipping."""
+    model, supported = build(), utils.DeferredStopCheck.is_supported
+
+    def on_mps(device, *args, **kwargs):
+        return supported(torch.device("mps"), *args, **kwargs)
+
+    ids, expected, late = tokens(60), case.make(model), case.make(model)
+    plain = generate(model, ids, expected, 20)
+    end = dict(eos_token_id=int(plain[0, 9]), min_new_tokens=None)
+    expected = case.make(model)
+    stopped = generate(model, ids, expected, 20, **end)
+    monkeypatch.setattr(torch, "Event", _NoEvent)
+    monkeypatch.setattr(utils.DeferredStopCheck, "is_supported", staticmethod(on_mps))
+    assert torch.equal(generate(model, ids, case.make(model), 20), plain)
+    assert torch.equal(generate(model, ids, late, 20, **end), stopped)
+    assert seen(late) == seen(expected) and kept_in_all_layers(late) == kept_in_all_layers(expected)
 
 
 # --- what it costs -----------------------------------------------------------------------------------------------------

@@ -14,6 +14,8 @@ from tiny_models import NEVER, build
 from transformers import LogitsProcessorList, NoRepeatNGramLogitsProcessor, RepetitionPenaltyLogitsProcessor
 from transformers.generation import CompileConfig, SequenceBiasLogitsProcessor, StoppingCriteria, StoppingCriteriaList
 
+by_core = pytest.mark.parametrize("case", CORE, ids=lambda case: case.id)
+
 LENGTHS, NEW = (30, 17), 12
 
 # Modes that left Transformers for repositories of their own, whose code would have to be fetched and trusted.
@@ -140,7 +142,8 @@ def test_attention_weights_are_the_prompts_alone(case):
     assert not any(weights is not None for step in got.attentions[1:] for weights in step)
 
 
-@pytest.mark.parametrize("case, mode", quick_where(lambda case, mode: case in CORE, MOVED))
+@pytest.mark.parametrize("mode", MOVED)
+@by_core
 def test_modes_that_left_transformers(case, mode):
     """Transformers asks for their code before it touches the cache."""
     model = build()
@@ -151,7 +154,8 @@ def test_modes_that_left_transformers(case, mode):
     assert torch.equal(generate(model, tokens(20), mine, 4), generate(model, tokens(20), case.make(model), 4))
 
 
-@pytest.mark.parametrize("case, kind", quick_where(lambda case, kind: case in CORE, ["static", "dynamic", "quantized", "offloaded"]))
+@pytest.mark.parametrize("kind", ["static", "dynamic", "quantized", "offloaded"])
+@by_core
 def test_a_cache_and_a_cache_implementation(case, kind):
     model = build()
     mine = case.make(model)
