@@ -103,9 +103,12 @@ def models_table() -> str:
     spec.loader.exec_module(zoo)
     groups = defaultdict(list)
     for model, status, note in zoo.rows():
-        groups[status, note].append(model)
-    rows = [f"| {', '.join(models)} | {status} | {note} |" for (status, note), models in groups.items()]
-    return "\n".join(["| models | | |", "|---|---|---|", *rows])
+        if status == "refused":  # the note is the error, which begins with the name of what it refuses
+            groups[f"refused: {note.partition(' ')[2].rstrip('.')}"].append(model)
+        else:
+            groups[status].append(f"{model} ({note})" if note else model)
+    rows = [f"| {status} | {', '.join(models)} |" for status, models in groups.items()]
+    return "\n".join(["| model families | |", "|---|---|", *rows])
 
 
 def made() -> str:

@@ -101,7 +101,7 @@ def test_stopping(case, how):
     model = build()
     ids, mask = _prompts()
     plain = _loop(model, case.make(model), ids, mask, NEW)
-    ends = [int(plain[0, 3]), int(plain[1, 7])]
+    ends = [next(token for token in row[start:] if token > 2) for row, start in zip(plain.tolist(), (3, 7), strict=True)]
     # A stop string may also end within a token: "w7" in "w71".
     last = {token for token in range(97) if any(token == end or how == "string" and f"{token}".startswith(f"{end}") for end in ends)}
     first = [next(i for i, token in enumerate(row) if token in last) for row in plain.tolist()]
