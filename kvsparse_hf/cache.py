@@ -8,7 +8,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 from transformers import PretrainedConfig, PreTrainedModel
-from transformers.cache_utils import Cache
+from transformers.cache_utils import Cache, CacheLayerMixin
 
 from .errors import UnsupportedOperationError
 from .hf import compat, handoff
@@ -68,6 +68,7 @@ class SparseCache(TakingBack, StepRoom, Cache):
         super().__init__(layers=layers)
         self.session.layers = self.layers
         self._first_sparse = ours[0] if ours else -1
+        self._first_attention = next(index for index, layer in enumerate(layers) if isinstance(layer, CacheLayerMixin))
         self.begin_with_room(self.options.reserve)
         self.binding.attach()
 
@@ -133,6 +134,8 @@ class SparseCache(TakingBack, StepRoom, Cache):
 
     def get_mask_sizes(self, query_length: int, layer_idx: int) -> tuple[int, int]:
         """`(length, offset)` for the mask of a layer; also tells our mask function whose mask is being built."""
+        if layer_idx == 0:
+            layer_idx = self._first_attention  # masks ask for layer 0, also where that one is linear
         layer = self.layers[layer_idx] if layer_idx < len(self.layers) else None
         length, offset = super().get_mask_sizes(query_length, layer_idx)
         if not isinstance(layer, SparseLayer):
@@ -172,6 +175,11 @@ class SparseCache(TakingBack, StepRoom, Cache):
     def _select_session(self, index: Tensor) -> None:
         if self.session.batch is not None:
             self.session.select_batch(index)
+
+    @property
+    def is_compileable(self) -> bool:
+        """Whether `generate()` may compile the steps, for which it builds their masks ahead."""
+        return super().is_compileable and compat.builds_every_mask(self.binding.config)
 
     @property
     def is_initialized(self) -> bool:

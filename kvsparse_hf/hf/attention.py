@@ -15,6 +15,7 @@ from . import compat, handoff
 from .sharing import check_declared
 
 NAME = "kvsparse"
+WINDOWED = torch.int16  # the type of a mask that our layers cannot follow; that of theirs is int32
 BASES = ("sdpa", "eager", "flash_attention_2", "flash_attention_3", "flash_attention_4")
 
 
@@ -36,7 +37,9 @@ def check_base(config: PretrainedConfig) -> None:
     base = base_of(config)
     if base not in BASES:
         hint = "load the model with attn_implementation='sdpa'"
-        raise UnsupportedModelError(f"attention {base!r} is not supported as a base (known: {', '.join(BASES)}); {hint}.")
+        raise UnsupportedModelError(
+            f"attention {base!r} is not supported as a base (known: {', '.join(BASES)}); {hint}."
+        )
 
 
 def attach(config: PretrainedConfig) -> None:
@@ -118,14 +121,15 @@ def kvsparse_attention_forward(
 
 
 def _attend(module, query, key, value, attention_mask, *args, **kwargs):
-    layer = handoff.take_attention(key) or handoff.take_reader(getattr(module, "layer_idx", None), key)
+    layer_idx = getattr(module, "layer_idx", None)
+    layer = handoff.take_attention(key, value) or handoff.take_reader(layer_idx, key)
     if layer is None:
+        handoff.check_unserved(layer_idx, key)
         check_declared(module)
         if attention_mask is None and compat.is_reader(module) and base_of(module.config) == "sdpa":
             attention_mask = _mask_of_sliced_queries(module, query, key)
         return base_attention(module, query, key, value, attention_mask, *args, **kwargs)
-    layer_idx = getattr(module, "layer_idx", layer.layer_idx)
-    if layer_idx != layer.layer_idx:
+    if layer_idx not in (None, layer.layer_idx):
         raise UnsupportedOperationError(
             f"attention of layer {layer_idx} follows the cache update of layer {layer.layer_idx}: this model shares keys "
             "and values between layers in a way this library does not know."
@@ -157,7 +161,11 @@ def kvsparse_mask(
     layer = handoff.take_mask(kv_length)
     config = kwargs.get("config")
     if layer is not None:
-        mask = layer.prepare_mask(config, batch_size, q_length, kwargs.get("mask_function"), kwargs.get("attention_mask"))
+        # Some models make the mask of sliding windows whether or not a layer slides. It says so if one of ours gets it.
+        mask_function = causal_mask_function if kwargs.get("local_size") is not None else kwargs.get("mask_function")
+        mask = layer.prepare_mask(config, batch_size, q_length, mask_function, kwargs.get("attention_mask"))
+        if mask is not None and kwargs.get("local_size") is not None:
+            return mask.to(WINDOWED)
         if mask is not None:
             return mask
         kv_length, q_offset, kv_offset = q_length, 0, 0  # a first forward, also where the cache starts over
@@ -179,7 +187,9 @@ def newest_mask(config: PretrainedConfig, query: torch.Tensor, length: int) -> t
     batch, _, tokens, _ = query.shape
     options = dict(mask_function=causal_mask_function, attention_mask=None, dtype=query.dtype, device=query.device)
     options["allow_is_causal_skip"] = False
-    return compat.base_mask_function(base_of(config))(batch, tokens, length, length - tokens, 0, config=config, **options)
+    return compat.base_mask_function(base_of(config))(
+        batch, tokens, length, length - tokens, 0, config=config, **options
+    )
 
 
 def _mask_of_sliced_queries(module, query: torch.Tensor, key: torch.Tensor) -> torch.Tensor | None:

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from transformers import AutoModelForCausalLM, AutoModelForMaskedLM, PretrainedConfig, PreTrainedModel
+from transformers import AutoModel, AutoModelForCausalLM, AutoModelForMaskedLM, PretrainedConfig, PreTrainedModel
 
 from ..errors import UnsupportedModelError, UnsupportedOperationError
 from ..ranks import ALONE, Ranks
@@ -10,6 +10,18 @@ from . import compat
 from .attention import attach, base_of, check_base, is_attached
 
 _WHY_ENCODER = "an encoder-decoder keeps a second, cross-attention cache that this library does not serve"
+
+# Attention that goes through the interface, and does something beside it that no cache of ours would see. By model type.
+_OTHER_ATTENTION = {
+    "diffllama": "attends twice to the same keys, with other values each time",
+    "doge": "masks tokens by what their values say",
+    "hrm_text": "runs its layers several times over",
+    "inkling2_loop_text": "adds a bias of its own to the logits",
+    "inkling2_text": "adds a bias of its own to the logits",
+    "jetmoe": "repeats its keys after the cache has seen them",
+    "minimax": "asks for a cache of its own",
+    "minimax_m3_vl_text": "reads the blocks that an indexer selects",
+}
 
 
 @dataclass(eq=False)
@@ -19,6 +31,7 @@ class Binding:
     Attributes:
         config: the decoder's config, shared with the model (attention is switched through it).
         model_class: the class of the whole model, where it is known.
+        decoder_class: a class from the file that holds the decoder's attention; of a composite model, its text model.
         layers: decoder layers.
         query_heads, kv_heads, head_dim: attention shape of the full-attention layers, as the config states it (0 where it does
             not), counted over all ranks.
@@ -32,6 +45,7 @@ class Binding:
     kv_heads: int
     head_dim: int
     ranks: Ranks = ALONE
+    decoder_class: type | None = None
 
     def __deepcopy__(self, memo: dict) -> "Binding":
         # A forked cache still belongs to the same model; copying weights or config would break that.
@@ -48,7 +62,9 @@ class Binding:
             raise UnsupportedModelError(f"{whole.model_type}: {_WHY_ENCODER}.")
         config = compat.text_config(whole)
         model_class = type(model) if isinstance(model, PreTrainedModel) else _class_of(whole)
+        decoder_class = model_class if config is whole else _class_of(config) or model_class
         _check_decoder(config, model_class, model if isinstance(model, PreTrainedModel) else None)
+        _check_attention(config, model_class, decoder_class)
         _check_softcap(config)
         check_base(config)
         query_heads = getattr(config, "num_attention_heads", 0) or 0
@@ -59,7 +75,9 @@ class Binding:
                 f"{config.model_type} has {kv_heads} key/value heads, which {ranks.size} tensor-parallel ranks cannot share equally; use "
                 "a number of ranks that divides them."
             )
-        return cls(config, model_class, config.num_hidden_layers, query_heads, kv_heads, head_dim, ranks)
+        return cls(
+            config, model_class, config.num_hidden_layers, query_heads, kv_heads, head_dim, ranks, decoder_class
+        )
 
     def attach(self) -> None:
         """Switches the model's attention to ours."""
@@ -121,25 +139,43 @@ def unwrap(model):
 
 
 def _class_of(config: PretrainedConfig) -> type | None:
-    mapping = AutoModelForCausalLM._model_mapping
-    return mapping[type(config)] if type(config) in mapping else None
+    for auto in (AutoModelForCausalLM, AutoModel):
+        if type(config) in auto._model_mapping:
+            found = auto._model_mapping[type(config)]
+            return found[0] if isinstance(found, tuple) else found
+    return None
 
 
 def _check_decoder(config: PretrainedConfig, model_class: type | None, model: PreTrainedModel | None) -> None:
     kind = config.model_type
-    # A type with a masked-language-model head is an encoder, unless it was switched to a decoder.
-    encoder = type(config) in AutoModelForMaskedLM._model_mapping and not getattr(config, "is_decoder", False)
+    # A type with a masked-language-model head is an encoder, unless it was switched to a decoder. One more has no such head.
+    masked = type(config) in AutoModelForMaskedLM._model_mapping or kind == "bert-generation"
+    encoder = masked and not getattr(config, "is_decoder", False)
     if encoder or not getattr(config, "is_causal", True):
         raise UnsupportedModelError(f"{kind} is not a causal decoder: its tokens attend to later ones.")
     if model is not None and not model.can_generate():
         raise UnsupportedModelError(f"{type(model).__name__} cannot generate; pass a causal language model.")
-    if model_class is not None and not getattr(model_class, "_supports_attention_backend", False):
-        raise UnsupportedModelError(
-            f"{model_class.__name__} does not route its attention through Transformers' AttentionInterface, so no cache can "
-            "see its queries."
-        )
     if not getattr(config, "num_hidden_layers", 0):
         raise UnsupportedModelError(f"{kind} has no decoder layers.")
+
+
+def _check_attention(config: PretrainedConfig, model_class: type | None, decoder_class: type | None) -> None:
+    kind = config.model_type
+    for found in (model_class, decoder_class):
+        if found is not None and not compat.routes_attention(found):
+            raise UnsupportedModelError(
+                f"{found.__name__} does not route its attention through Transformers' AttentionInterface, so no cache can see its "
+                "queries."
+            )
+    if kind in _OTHER_ATTENTION:
+        raise UnsupportedModelError(
+            f"{kind} {_OTHER_ATTENTION[kind]}, which no cache of this library follows; use the model's own cache."
+        )
+    if compat.caches_latents(config, decoder_class):
+        raise UnsupportedModelError(
+            f"{kind} caches one compressed latent for all heads (MLA) and makes keys and values from it in every step. Those would "
+            "take far more room than the latents, whatever is evicted; use Transformers' own cache."
+        )
 
 
 def _check_softcap(config: PretrainedConfig) -> None:

@@ -7,10 +7,15 @@ from collections.abc import Callable, Iterator
 from types import FrameType
 
 from torch import nn
-from transformers import AttentionInterface, AttentionMaskInterface, DynamicCache, PretrainedConfig
-from transformers.cache_utils import CacheLayerMixin, DynamicLayer, DynamicSlidingWindowLayer
+from transformers import AttentionInterface, AttentionMaskInterface, DynamicCache, PretrainedConfig, PreTrainedModel
+from transformers.cache_utils import CacheLayerMixin, DynamicLayer, DynamicSlidingWindowLayer, LinearAttentionLayer
 from transformers.generation.utils import GENERATION_MODES_MAPPING
-from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, causal_mask_function, create_causal_mask
+from transformers.masking_utils import (
+    ALL_MASK_ATTENTION_FUNCTIONS,
+    LAYER_PATTERN_TO_MASK_FUNCTION_MAPPING,
+    causal_mask_function,
+    create_causal_mask,
+)
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from ..errors import UnsupportedModelError
@@ -22,6 +27,8 @@ __all__ = [
     "CROP_IS_RELATIVE",
     "base_attention_function",
     "base_mask_function",
+    "builds_every_mask",
+    "caches_latents",
     "can_crop_sliding",
     "check_layer_kinds",
     "drafted_tokens",
@@ -37,6 +44,7 @@ __all__ = [
     "ranks_of",
     "register_attention",
     "reset_layer",
+    "routes_attention",
     "shared_sources",
     "text_config",
 ]
@@ -50,6 +58,9 @@ COMPILEABLE_CACHE_NEEDS_MASK = "allow_is_causal_skip" not in inspect.signature(c
 
 # `crop(max_length)` with a final size up to 5.13, `crop(tokens_to_remove)` with a negative count since 5.16.
 CROP_IS_RELATIVE = "tokens_to_remove" in inspect.signature(DynamicLayer.crop).parameters
+
+
+_FLAG = "_supports_attention_backend"
 
 
 def text_config(config: PretrainedConfig) -> PretrainedConfig:
@@ -68,6 +79,11 @@ def layer_template(config: PretrainedConfig) -> list[CacheLayerMixin]:
         config = copy.copy(config)
         config.num_kv_shared_layers = -config.num_hidden_layers
         layers = DynamicCache(config=config).layers
+    for index, kind in enumerate(getattr(config, "layer_types", None) or ()):
+        if kind == "mlp" and index < len(layers):
+            layers[index] = (
+                LinearAttentionLayer()
+            )  # stays empty; old versions give a layer without attention keys and values
     return layers
 
 
@@ -147,6 +163,33 @@ def is_plain_causal(mask_function: Callable) -> bool:
     return mask_function is causal_mask_function
 
 
+def routes_attention(model_class: type) -> bool:
+    """Whether the attention of a model goes through `AttentionInterface`: its class says so, or says nothing and its file uses it
+    (the hybrids with linear attention)."""
+    said = next(
+        (vars(base)[_FLAG] for base in model_class.__mro__ if _FLAG in vars(base) and base is not PreTrainedModel),
+        None,
+    )
+    if said is not None:
+        return bool(said)
+    return hasattr(sys.modules[model_class.__module__], "ALL_ATTENTION_FUNCTIONS")
+
+
+def builds_every_mask(config: PretrainedConfig) -> bool:
+    """Whether `generate()` knows a mask for each kind of layer. It builds them ahead for a cache that can be compiled, and old
+    versions know none for linear attention."""
+    return all(kind in LAYER_PATTERN_TO_MASK_FUNCTION_MAPPING for kind in getattr(config, "layer_types", None) or ())
+
+
+def caches_latents(config: PretrainedConfig, decoder_class: type | None) -> bool:
+    """Whether a model with latent attention (MLA) gives the cache its latents, as newer versions do, instead of the keys and
+    values of each head."""
+    if getattr(config, "kv_lora_rank", None) is None or decoder_class is None:
+        return False
+    classes = (item for item in vars(sys.modules[decoder_class.__module__]).values() if isinstance(item, type))
+    return any(hasattr(item, "expand_kv") for item in classes)
+
+
 def ranks_of(model) -> Ranks:
     """How Transformers divided the heads of a model among processes (`tp_plan=`, `tp_size=`); alone for a config."""
     size, mesh = getattr(model, "_tp_size", None) or 1, getattr(model, "_device_mesh", None)
@@ -191,14 +234,15 @@ def check_layer_kinds(layers: list[CacheLayerMixin], model_type: str) -> None:
 
     Plain full attention becomes ours; sliding-window, pure linear-attention and empty layers stay Transformers' own.
     """
-    if not any(is_full_attention_layer(layer) or is_sliding_layer(layer) for layer in layers):
-        raise UnsupportedModelError(f"{model_type} has no attention layers with keys and values to keep.")
     for index, layer in enumerate(layers):
         plain = is_full_attention_layer(layer) or is_sliding_layer(layer)
         if not plain and isinstance(layer, CacheLayerMixin):
             raise UnsupportedModelError(
-                f"{model_type}: layer {index} keeps a {type(layer).__name__}, which this library does not know how to replace."
+                f"{model_type}: layer {index} keeps a {type(layer).__name__}, which this library does not know how to replace; use "
+                "Transformers' own cache."
             )
+    if not any(isinstance(layer, CacheLayerMixin) for layer in layers):
+        raise UnsupportedModelError(f"{model_type} has no attention layers with keys and values to keep.")
 
 
 def _callers() -> Iterator[FrameType]:

@@ -13,15 +13,20 @@ a trace writes to a thread-local does not outlive a break.
 """
 
 import threading
+import weakref
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from ..errors import UnsupportedOperationError
+
 
 class _Slots(threading.local):
     attention: Any = None
     keys: Tensor | None = None
+    values: Tensor | None = None
+    served: Any = None  # a weak reference to the keys whose attention our layer answered last
     readers: tuple = ()
     mask: Any = None
 
@@ -35,30 +40,52 @@ class _LengthOf(int):
     layer: Any
 
 
-def offer_attention(layer: Any, keys: Tensor) -> None:
-    """`update()` of one of our layers ran with `keys`; the attention call with these keys belongs to it."""
+def offer_attention(layer: Any, keys: Tensor, values: Tensor) -> None:
+    """`update()` of one of our layers ran with `keys` and `values`; the attention call with these belongs to it."""
     _slots.attention = layer
-    _slots.keys = keys
+    _slots.keys, _slots.values = keys, values
 
 
 @torch.compiler.disable
-def offer_outside(layer: Any, keys: Tensor, readers: tuple) -> None:
+def offer_outside(layer: Any, keys: Tensor, values: Tensor, readers: tuple) -> None:
     """`offer_attention`, and `offer_readers` where there are some, in plain Python, whoever traces the caller."""
-    offer_attention(layer, keys)
+    offer_attention(layer, keys, values)
     if readers:
         offer_readers(readers, keys)
 
 
-def take_attention(keys: Tensor) -> Any:
-    """The layer whose `update()` returned exactly `keys` just before in this thread, or None."""
-    layer, offered = _slots.attention, _slots.keys
-    _slots.attention = _slots.keys = None
-    if layer is None or torch.compiler.is_compiling() or offered is keys:
+def take_attention(keys: Tensor, values: Tensor) -> Any:
+    """The layer whose `update()` returned exactly `keys` just before in this thread, or None.
+
+    Raises:
+        UnsupportedOperationError: the values are not those that `update()` returned with them.
+    """
+    layer, offered, offered_values = _slots.attention, _slots.keys, _slots.values
+    drop_attention()
+    if layer is None or torch.compiler.is_compiling():
         return layer
-    if offered.shape == keys.shape and offered.data_ptr() == keys.data_ptr():
+    if _same(offered, keys):
+        # Values may come padded to the width of the keys, for flash attention.
+        if not _same(offered_values, values) and values.shape[-1] <= offered_values.shape[-1]:
+            raise UnsupportedOperationError(
+                f"layer {layer.layer_idx} attends to other values than those it gave the cache: this library cannot serve the model."
+            )
+        _slots.served = weakref.ref(keys)
         return layer
     layer.session.unclaimed = layer.layer_idx
     return None
+
+
+def check_unserved(layer_idx: int | None, keys: Tensor) -> None:
+    """Refuses an attention call that nothing was offered for, with the keys of the call before: it would see only new tokens.
+
+    Raises:
+        UnsupportedOperationError: our layer has answered these keys already.
+    """
+    if not torch.compiler.is_compiling() and _slots.served is not None and _slots.served() is keys:
+        raise UnsupportedOperationError(
+            f"layer {layer_idx} attends twice to the keys it gave the cache once: this library cannot serve the model."
+        )
 
 
 def offer_readers(layers: tuple, keys: Tensor) -> None:
@@ -86,10 +113,12 @@ def pending_reader(layer_idx: int | None) -> Any:
     return None
 
 
+def _same(offered: Tensor, given: Tensor) -> bool:
+    return offered is given or (offered.shape == given.shape and offered.data_ptr() == given.data_ptr())
+
+
 def _same_keys(offered: Tensor, keys: Tensor) -> bool:
-    if offered is keys:
-        return True
-    return offered.shape == keys.shape and (offered.device != keys.device or offered.data_ptr() == keys.data_ptr())
+    return _same(offered, keys) or (offered.shape == keys.shape and offered.device != keys.device)
 
 
 def pending_attention() -> Any:
@@ -99,7 +128,7 @@ def pending_attention() -> Any:
 
 def drop_attention() -> None:
     """Forgets an offer that nobody took."""
-    _slots.attention = _slots.keys = None
+    _slots.attention = _slots.keys = _slots.values = None
 
 
 def offer_mask(layer: Any, length: int) -> int:

@@ -6,12 +6,15 @@ query left at its original position.
 """
 
 import copy
+import inspect
 import sys
+from collections.abc import Callable
 
 import torch
 from transformers import PretrainedConfig
 
 from ..errors import UnsupportedModelError
+from .rotated import rotates
 
 # Types whose frequencies depend on the sequence length: a key rotated at another length cannot be moved exactly.
 _LENGTH_DEPENDENT = ("dynamic", "longrope")
@@ -34,7 +37,7 @@ class KeyRotation:
             UnsupportedModelError: no rotary embedding, a length-dependent one, or a layout we cannot reproduce.
         """
         module = sys.modules.get(model_class.__module__) if model_class is not None else None
-        self._apply = getattr(module, "apply_rotary_pos_emb", None)
+        self._apply = _rotating_function(module)
         if self._apply is None:
             raise self._refusal(f"{config.model_type} has no rotary embedding we can use")
         try:
@@ -43,18 +46,23 @@ class KeyRotation:
             raise self._refusal(f"{config.model_type} has no rotary embedding") from error
         if getattr(config, "qk_rope_head_dim", None):
             raise self._refusal(f"{config.model_type} rotates only a slice of its latent keys")
-        kind = _rope_type(config, layer_type)
+        if "mrope_section" in _rope_parameters(config, layer_type):
+            raise self._refusal(f"{config.model_type} gives images positions in several dimensions")
+        kind = _rope_parameters(config, layer_type).get("rope_type", "default")
         if kind in _LENGTH_DEPENDENT:
             raise self._refusal(f"the frequencies of rope_type={kind!r} change with the length, so it cannot be exact")
         inv_freq = getattr(rotary, f"{layer_type}_inv_freq", None) if layer_type else None
-        self.inv_freq = (getattr(rotary, "inv_freq", None) if inv_freq is None else inv_freq).float().clone()
-        self._half_width = self._check(rotary, layer_type)
+        inv_freq = getattr(rotary, "inv_freq", None) if inv_freq is None else inv_freq
+        if inv_freq is None:
+            raise self._refusal(f"{config.model_type} has no rotary embedding we can use")
+        self.inv_freq = inv_freq.float().clone()
+        self._spread = self._check(rotary, layer_type)
 
     def _refusal(self, why: str) -> UnsupportedModelError:
         return UnsupportedModelError(f"{self.purpose}: {why}; {self.remedy}.")
 
-    def _check(self, rotary: torch.nn.Module, layer_type: str | None) -> bool:
-        """Compares our cos/sin with the model's; returns whether they hold each frequency once (not twice)."""
+    def _check(self, rotary: torch.nn.Module, layer_type: str | None) -> Callable[[torch.Tensor], torch.Tensor]:
+        """Compares our cos/sin with the model's; returns how they lay out the frequencies."""
         positions = torch.tensor([[0, 1, 7, 40]])
         args = (torch.zeros(1, 4, 1), positions)
         try:
@@ -62,17 +70,17 @@ class KeyRotation:
         except Exception as error:
             raise self._refusal(f"cannot evaluate the model's rotary embedding ({error})") from error
         scale = getattr(rotary, f"{layer_type}_attention_scaling", None) or getattr(rotary, "attention_scaling", 1.0)
-        half_width = cos.shape[-1] == self.inv_freq.shape[-1]
-        mine_cos, mine_sin = self._angles(positions, half_width)
-        if cos.shape != mine_cos.shape or not torch.allclose(cos, mine_cos * scale, atol=1e-5):
-            raise self._refusal("the model's rotary layout is unknown")
-        assert sin.shape == mine_sin.shape
-        return half_width
+        for spread in (_once, _twice, _in_pairs):
+            expected = self._angles(positions, spread)
+            if all(
+                mine.shape == theirs.shape and torch.allclose(theirs, mine * scale, atol=1e-5)
+                for mine, theirs in zip(expected, (cos, sin), strict=True)
+            ):
+                return spread
+        raise self._refusal("the model's rotary layout is unknown")
 
-    def _angles(self, shift: torch.Tensor, half_width: bool) -> tuple[torch.Tensor, torch.Tensor]:
-        angles = shift.unsqueeze(-1).float() * self.inv_freq.to(shift.device)
-        if not half_width:
-            angles = torch.cat((angles, angles), dim=-1)
+    def _angles(self, shift: torch.Tensor, spread: Callable | None = None) -> tuple[torch.Tensor, torch.Tensor]:
+        angles = (spread or self._spread)(shift.unsqueeze(-1).float() * self.inv_freq.to(shift.device))
         return angles.cos(), angles.sin()
 
     def on(self, device: torch.device) -> "KeyRotation":
@@ -93,12 +101,12 @@ class KeyRotation:
         Returns:
             `[N, M, D]` in the dtype of `keys`.
         """
-        return self._turn(keys, *self._angles(shift, self._half_width))
+        return self._turn(keys, *self._angles(shift))
 
     def _turn(self, keys: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
         width = 2 * self.inv_freq.shape[-1]  # partial rotary: only the first `width` dims of a head carry the position
         turning = keys[..., :width].float().unsqueeze(1)
-        rotated = self._apply(turning, turning, cos, sin)[0].squeeze(1).to(keys.dtype)
+        rotated = self._apply(turning, cos, sin).squeeze(1).to(keys.dtype)
         return torch.cat((rotated, keys[..., width:]), dim=-1) if width < keys.shape[-1] else rotated
 
 
@@ -117,15 +125,58 @@ class FutureRotation(KeyRotation):
         """
         ahead = first.unsqueeze(-1) + torch.arange(count, device=first.device)
         shape = (-1, vectors.shape[1], -1)
-        cos, sin = (angle.mean(1, keepdim=True).expand(shape) for angle in self._angles(ahead, self._half_width))
+        cos, sin = (angle.mean(1, keepdim=True).expand(shape) for angle in self._angles(ahead))
         return self._turn(vectors, cos, sin)
 
 
-def _rope_type(config: PretrainedConfig, layer_type: str | None) -> str:
+def layer_rotation(
+    kind: type[KeyRotation], config: PretrainedConfig, model_class: type | None, layer: int
+) -> KeyRotation | None:
+    """The rotation of one full-attention layer; None where the layer does not rotate.
+
+    Args:
+        kind: `KeyRotation` or `FutureRotation`.
+
+    Raises:
+        UnsupportedModelError: a rotation that cannot be turned exactly, or a model of which that is not known.
+    """
+    try:
+        if not rotates(config, model_class, layer):
+            return None
+    except UnsupportedModelError as error:
+        raise UnsupportedModelError(f"{kind.purpose}: {error}; {kind.remedy}.") from None
+    types = getattr(config, "layer_types", None)
+    return kind(config, model_class, types[layer] if types else None)
+
+
+def _rotating_function(module) -> Callable | None:
+    """The function of a model's file that rotates `(x, cos, sin)`; most take query and key together."""
+    function = getattr(module, "apply_rotary_pos_emb", None)
+    names = list(inspect.signature(function).parameters) if function is not None else []
+    if names[1:3] == ["cos", "sin"]:
+        return function
+    if names[2:4] == ["cos", "sin"]:
+        return lambda x, cos, sin: function(x, x, cos, sin)[0]
+    return None
+
+
+def _once(angles: torch.Tensor) -> torch.Tensor:
+    return angles
+
+
+def _twice(angles: torch.Tensor) -> torch.Tensor:
+    return torch.cat((angles, angles), dim=-1)
+
+
+def _in_pairs(angles: torch.Tensor) -> torch.Tensor:
+    return angles.repeat_interleave(2, dim=-1)
+
+
+def _rope_parameters(config: PretrainedConfig, layer_type: str | None) -> dict:
     parameters = getattr(config, "rope_parameters", None) or getattr(config, "rope_scaling", None) or {}
     if layer_type and isinstance(parameters.get(layer_type), dict):
         parameters = parameters[layer_type]
-    return parameters.get("rope_type", "default")
+    return parameters
 
 
 def _rotary_module(module, config: PretrainedConfig) -> torch.nn.Module:

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from ..errors import UnsupportedOperationError
 from ..hf import compat, listening
-from ..hf.attention import base_attention, first_mask
+from ..hf.attention import WINDOWED, base_attention, first_mask
 from ..policy.base import Candidates
 from .drafts import DraftingLayer
 from .owning import AttentionCall
@@ -55,6 +55,10 @@ class SparseLayer(DraftingLayer):
     def attend(self, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, *args, **kwargs):
         """One attention call of this layer. Shapes as in `kvsparse_attention_forward`; returns `([B, T, Hq, Dv], weights)`."""
         session, tokens = self.session, query.shape[2]
+        if mask is not None and mask.dtype == WINDOWED:
+            raise UnsupportedOperationError(
+                f"this model limits layer {self.layer_idx} to a sliding window, and its config says that the layer sees everything."
+            )
         if _may_wait(key) and self is session.first_sparse:
             session.check_positions(kwargs.get("position_ids"), tokens)
         if tokens > 1 and session.drafts:

@@ -48,11 +48,11 @@ class HandedLayer(CacheLayerMixin):
             session.binding.check_heads(key_states.shape[1], key_states.shape[3])
             self.check_ready()
         if not torch.compiler.is_compiling() or self.is_plain_step(key_states.shape[2]):
-            handoff.offer_attention(self, key_states)
+            handoff.offer_attention(self, key_states, value_states)
             if self.native_readers:
                 handoff.offer_readers(self.native_readers, key_states)
         else:
-            handoff.offer_outside(self, key_states, self.native_readers)
+            handoff.offer_outside(self, key_states, value_states, self.native_readers)
         return key_states, value_states
 
     def check_ready(self) -> None:

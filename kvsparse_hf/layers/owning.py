@@ -29,7 +29,7 @@ class AttentionCall:
     @classmethod
     def of(cls, module: nn.Module, head_dim: int, kwargs: dict) -> "AttentionCall":
         """Reads the keyword arguments of a Transformers attention call; refuses those we would have to ignore."""
-        for name in ("position_bias", "sliding_window"):
+        for name in ("position_bias", "sliding_window", "indices", "block_indices", "sinks"):
             if kwargs.get(name) is not None:
                 raise UnsupportedOperationError(f"attention with {name} is not supported in a full-attention layer.")
         if kwargs.get("dropout"):

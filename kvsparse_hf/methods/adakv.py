@@ -6,11 +6,12 @@ from typing import Any, Literal
 from pydantic import Field, model_validator
 
 from ..errors import OptionError
+from ..hf.rotary import FutureRotation, layer_rotation
 from ..policy.base import Policy
 from ..policy.budgets import Budget
 from ..policy.heads import AdaptiveHeads
 from ..registry import register_method
-from .expected_attention import ExpectedAttentionPolicy, query_rotation
+from .expected_attention import ExpectedAttentionPolicy
 from .pyramidkv import PyramidPolicy
 from .snapkv import SnapKVCache, SnapKVOptions, WindowPolicy
 
@@ -105,7 +106,7 @@ class AdaKVCache(SnapKVCache):
             sinks=options.sinks,
             recent=options.recent,
             bounded=options.decode == "bounded",
-            rotation=query_rotation(self.binding, layer_idx),
+            rotation=layer_rotation(FutureRotation, self.binding.config, self.binding.decoder_class, layer_idx),
             future=options.future,
             epsilon=options.epsilon,
             **shares,

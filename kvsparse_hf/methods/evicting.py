@@ -4,7 +4,7 @@ from typing import ClassVar
 
 from ..cache import SparseCache
 from ..errors import OptionError
-from ..hf.rotary import KeyRotation
+from ..hf.rotary import KeyRotation, layer_rotation
 from ..layers.base import SparseLayer
 from ..layers.evicting import EvictingLayer
 from ..layers.host import HostMemory, parse_bytes
@@ -54,12 +54,6 @@ class EvictingCache(SparseCache):
         self.action = getattr(self.options, "action", type(self).action)
         if self.action in ("offload", "quantize"):
             self._prepare_tiers()
-        self._rotations = {}
-        if getattr(self.options, "positions", "original") == "cache":
-            types = getattr(self.binding.config, "layer_types", None) or [None] * self.binding.layers
-            for layer_type in dict.fromkeys(types):
-                if layer_type in (None, "full_attention"):
-                    self._rotations[layer_type] = KeyRotation(self.binding.config, self.binding.model_class, layer_type)
 
     def _prepare_tiers(self) -> None:
         options = self.options
@@ -108,6 +102,7 @@ class EvictingCache(SparseCache):
         if interval is not None and policy.budget is not None:
             return RecompressingLayer(layer_idx, self.session, policy, options.reserve, options.backend, interval)
         kind = next(layer for decides, layer in _LAYERS if isinstance(policy, decides))
-        types = getattr(self.binding.config, "layer_types", None)
-        rotation = self._rotations.get(types[layer_idx] if types else None)
+        rotation = None
+        if getattr(options, "positions", "original") == "cache":
+            rotation = layer_rotation(KeyRotation, self.binding.config, self.binding.decoder_class, layer_idx)
         return kind(layer_idx, self.session, policy, options.reserve, options.backend, rotation)

@@ -7,8 +7,7 @@ import torch
 from pydantic import Field
 from torch import Tensor
 
-from ..hf.binding import Binding
-from ..hf.rotary import FutureRotation
+from ..hf.rotary import FutureRotation, layer_rotation
 from ..policy.base import Candidates, Policy
 from ..policy.budgets import Budget
 from ..policy.expected import expected_attention, query_statistics
@@ -128,20 +127,10 @@ class ExpectedAttentionCache(EvictingCache):
             Budget.parse(options.budget),
             sinks=options.sinks,
             recent=options.recent,
-            rotation=query_rotation(self.binding, layer_idx),
+            rotation=layer_rotation(FutureRotation, self.binding.config, self.binding.decoder_class, layer_idx),
             future=options.future,
             covariance=options.covariance,
             value_norm=options.value_norm,
             epsilon=options.epsilon,
             observed=options.observed,
         )
-
-
-def query_rotation(binding: Binding, layer_idx: int) -> FutureRotation | None:
-    """The rotation of a layer's queries; None where the layer does not rotate them."""
-    config = binding.config
-    rotated = getattr(config, "no_rope_layers", None) or [1] * binding.layers
-    if not rotated[layer_idx]:
-        return None
-    types = getattr(config, "layer_types", None)
-    return FutureRotation(config, binding.model_class, types[layer_idx] if types else None)
