@@ -6,7 +6,7 @@ from dataclasses import dataclass
 import pytest
 import torch
 import transformers
-from transformers import PreTrainedModel
+from transformers import PretrainedConfig, PreTrainedModel
 
 VOCAB = 97
 PAD, BOS = 0, 1
@@ -43,11 +43,13 @@ class Family:
     def build(self, attention: str = "sdpa", seed: int = 0, dtype: torch.dtype = torch.float32, **overrides) -> PreTrainedModel:
         torch.manual_seed(seed)
         options = {**_COMMON, **self.options, **overrides, "attn_implementation": attention}
-        config = getattr(transformers, self.config)(**options)
-        model = getattr(transformers, self.model)(config).eval()
+        model = getattr(transformers, self.model)(self.make_config(options)).eval()
         with torch.no_grad():
             model.get_output_embeddings().weight.mul_(0.5)  # logits of size 3, for which 1e-5 is a fair fp32 tolerance
         return model.to(dtype)
+
+    def make_config(self, options: dict) -> PretrainedConfig:
+        return getattr(transformers, self.config)(**options)
 
 
 _HYBRID = dict(tie_word_embeddings=False, num_hidden_layers=4, layer_types=["sliding_attention", "full_attention"] * 2, sliding_window=8)

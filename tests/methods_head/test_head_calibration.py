@@ -173,7 +173,7 @@ def test_means_are_those_of_unrotated_queries():
     model = build(num_hidden_layers=1)
     window = tokens(30)[0]
     rotation = KeyRotation(model.config, type(model))
-    found = _means(model, window, rotation, 1)
+    found = _means(model, window, [rotation])
     attention = model.model.layers[0].self_attn
     hidden = model.model.layers[0].input_layernorm(model.get_input_embeddings()(window))
     assert torch.allclose(found["query"][0], attention.q_proj(hidden).view(30, 4, 16).mean(0), atol=1e-5)
