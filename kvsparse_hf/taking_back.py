@@ -23,15 +23,17 @@ class TakingBack:
     @property
     def is_croppable(self) -> bool:
         """Whether `crop` can put the whole cache back as it was before the newest forward."""
-        others = (layer for layer in self.layers if not isinstance(layer, SparseLayer))
-        return (self.session.record_past or self._keeps_all) and all(
-            getattr(layer, "is_croppable", True) for layer in others
-        )
+        return (self.session.record_past or self._keeps_all) and self._others_are_croppable
 
     @property
     def can_rewind(self) -> bool:
         """Whether `crop` can take back tokens that were decoded one by one since the last compression."""
         return all(getattr(layer, "can_rewind", False) for layer in self.layers)
+
+    @property
+    def _others_are_croppable(self) -> bool:
+        """Of the layers that Transformers keeps."""
+        return all(getattr(layer, "is_croppable", True) for layer in self.layers if not isinstance(layer, SparseLayer))
 
     @property
     def _keeps_all(self) -> bool:
@@ -46,7 +48,7 @@ class TakingBack:
         token of a later forward is no draft, the others are, and a first prompt holds none; `crop(-n)` must follow each forward.
 
         Raises:
-            UnsupportedOperationError: layers that evict are read by others.
+            UnsupportedOperationError: layers that evict are read by others, or the model has linear-attention layers.
         """
         if compat.only_stops_late():
             self._record_others()
@@ -54,6 +56,8 @@ class TakingBack:
             self._record_past(of_generate=compat.drafted_tokens(self) is not None)
 
     def _record_past(self, of_generate: bool) -> None:
+        if not self._others_are_croppable:
+            raise UnsupportedOperationError("this model has linear-attention layers, whose state cannot take drafts back.")
         if not self._keeps_all and any(layer.readers for layer in self.sparse_layers):
             raise UnsupportedOperationError(
                 f"{type(self).__name__} evicts, and has layers that others read as well: drafts cannot be tried out in one layer before "
@@ -149,6 +153,8 @@ class TakingBack:
                     f"layer {index} is a sliding window of {layer.sliding_window} tokens that has moved on; it cannot take tokens "
                     "back unless it recorded its past (assisted decoding does so)."
                 )
+            elif compat.is_linear_layer(layer) and not compat.can_crop_linear(layer):
+                raise UnsupportedOperationError(f"layer {index} is linear attention, whose state cannot take tokens back.")
 
     @staticmethod
     def _tokens_to_remove(argument: int, seen: int) -> int:

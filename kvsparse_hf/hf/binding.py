@@ -19,7 +19,6 @@ _OTHER_ATTENTION = {
     "inkling2_loop_text": "adds a bias of its own to the logits",
     "inkling2_text": "adds a bias of its own to the logits",
     "jetmoe": "repeats its keys after the cache has seen them",
-    "minimax": "asks for a cache of its own",
     "minimax_m3_vl_text": "reads the blocks that an indexer selects",
 }
 
@@ -171,6 +170,8 @@ def _check_attention(config: PretrainedConfig, model_class: type | None, decoder
         raise UnsupportedModelError(
             f"{kind} {_OTHER_ATTENTION[kind]}, which no cache of this library follows; use the model's own cache."
         )
+    if compat.has_own_cache(decoder_class):
+        raise UnsupportedModelError(f"{kind} works with a cache of its own alone, in this version of Transformers.")
     if compat.caches_latents(config, decoder_class):
         raise UnsupportedModelError(
             f"{kind} caches one compressed latent for all heads (MLA) and makes keys and values from it in every step. Those would "

@@ -29,11 +29,14 @@ __all__ = [
     "base_mask_function",
     "builds_every_mask",
     "caches_latents",
+    "can_crop_linear",
     "can_crop_sliding",
     "check_layer_kinds",
     "drafted_tokens",
     "generate_locals",
+    "has_own_cache",
     "is_full_attention_layer",
+    "is_linear_layer",
     "is_plain_causal",
     "is_reader",
     "is_sliding_layer",
@@ -158,6 +161,16 @@ def can_crop_sliding(layer: DynamicSlidingWindowLayer) -> bool:
     return layer.get_seq_length() < layer.sliding_window or getattr(layer, "record_past", False)
 
 
+def is_linear_layer(layer) -> bool:
+    """True for Transformers' layer of a recurrent or convolution state."""
+    return isinstance(layer, LinearAttentionLayer)
+
+
+def can_crop_linear(layer: LinearAttentionLayer) -> bool:
+    """Whether a linear layer can still take tokens back: newer versions record what a convolution saw, if they are asked to."""
+    return getattr(layer, "record_past", False) and getattr(layer, "is_croppable", False)
+
+
 def is_plain_causal(mask_function: Callable) -> bool:
     """False when a model overlays its own pattern (bidirectional image blocks, prefix-LM) on the causal mask."""
     return mask_function is causal_mask_function
@@ -188,6 +201,16 @@ def caches_latents(config: PretrainedConfig, decoder_class: type | None) -> bool
         return False
     classes = (item for item in vars(sys.modules[decoder_class.__module__]).values() if isinstance(item, type))
     return any(hasattr(item, "expand_kv") for item in classes)
+
+
+def has_own_cache(decoder_class: type | None) -> bool:
+    """Whether the model's file defines the cache that it works with: some of the first hybrids, fewer with every version."""
+    if decoder_class is None:
+        return False
+    module = sys.modules[decoder_class.__module__]
+    classes = (item for item in vars(module).values() if isinstance(item, type) and item.__module__ == module.__name__)
+    names = [item.__name__ for item in classes if not issubclass(item, CacheLayerMixin)]
+    return any(name.endswith("Cache") and not name.endswith("PaddingCache") for name in names)  # those pad convolutions of sound
 
 
 def ranks_of(model) -> Ranks:

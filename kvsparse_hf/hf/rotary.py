@@ -36,18 +36,18 @@ class KeyRotation:
         Raises:
             UnsupportedModelError: no rotary embedding, a length-dependent one, or a layout we cannot reproduce.
         """
+        if getattr(config, "qk_rope_head_dim", None):
+            raise self._refusal(f"{config.model_type} rotates only a slice of its latent keys")
         module = sys.modules.get(model_class.__module__) if model_class is not None else None
-        self._apply = _rotating_function(module)
-        if self._apply is None:
-            raise self._refusal(f"{config.model_type} has no rotary embedding we can use")
         try:
             rotary = _rotary_module(module, config)
         except LookupError as error:
             raise self._refusal(f"{config.model_type} has no rotary embedding") from error
-        if getattr(config, "qk_rope_head_dim", None):
-            raise self._refusal(f"{config.model_type} rotates only a slice of its latent keys")
-        if "mrope_section" in _rope_parameters(config, layer_type):
-            raise self._refusal(f"{config.model_type} gives images positions in several dimensions")
+        if "mrope_section" in _rope_parameters(config, layer_type) or hasattr(rotary, "mrope_section"):
+            raise self._refusal(f"{config.model_type} can give images positions in several dimensions")
+        self._apply = _rotating_function(module)
+        if self._apply is None:
+            raise self._refusal(f"{config.model_type} has no rotary embedding we can use")
         kind = _rope_parameters(config, layer_type).get("rope_type", "default")
         if kind in _LENGTH_DEPENDENT:
             raise self._refusal(f"the frequencies of rope_type={kind!r} change with the length, so it cannot be exact")
@@ -180,7 +180,7 @@ def _rope_parameters(config: PretrainedConfig, layer_type: str | None) -> dict:
 
 
 def _rotary_module(module, config: PretrainedConfig) -> torch.nn.Module:
-    names = [name for name in vars(module) if name.endswith("RotaryEmbedding") and "Vision" not in name]
+    names = [name for name in vars(module or object) if name.endswith("RotaryEmbedding") and "Vision" not in name]
     for name in names:
         try:
             return getattr(module, name)(config=config)
