@@ -16,12 +16,13 @@ from transformers.models.gptj import modeling_gptj
 from kvsparse_hf import FullCache, UnsupportedModelError
 
 WINDOW = 8
-LATENTS = hasattr(DeepseekV3Attention, "expand_kv")  # newer versions cache the latents of MLA, older ones keys and values
+NEW = hasattr(DeepseekV3Attention, "expand_kv")  # not 5.6.2, where MLA caches keys and values, and some hybrids do less
 _EXPERTS = dict(num_experts=4, num_local_experts=4, num_experts_per_tok=2, moe_intermediate_size=32)
 _ROUTED = dict(n_routed_experts=4, num_experts_per_tok=2, n_group=2, topk_group=1, moe_intermediate_size=32, n_shared_experts=1)
 _MLA = dict(num_key_value_heads=4, kv_lora_rank=16, qk_nope_head_dim=16, qk_rope_head_dim=8, v_head_dim=12, **_ROUTED)
 _SLIDING = dict(num_hidden_layers=4, layer_types=["sliding_attention", "full_attention"] * 2, sliding_window=WINDOW)
 _LINEAR = dict(num_hidden_layers=4, layer_types=["linear_attention", "full_attention"] * 2)
+_GRANITE = ["linear_attention", "full_attention"] * 2 if NEW else ["mamba", "attention"] * 2
 _MAMBA = dict(mamba_d_state=8, mamba_d_conv=4, mamba_expand=2)
 _MAMBA2 = dict(mamba_n_heads=8, mamba_n_groups=1, mamba_chunk_size=8, **_MAMBA)
 _DELTA = dict(linear_num_key_heads=2, linear_num_value_heads=4, linear_key_head_dim=8, linear_value_head_dim=8)
@@ -51,12 +52,14 @@ class Entry(Family):
         why: words of the error with which every cache refuses it at construction; empty where it must work.
         renumber: words of the error with which `positions="cache"` is refused; empty where it must be exact.
         compose: makes the options of a composite config from those of its decoder.
+        turns: padded rows can go on with several tokens, with Transformers' own cache.
         note: what is particular about it.
     """
 
     why: str = ""
     renumber: str = ""
     compose: Callable[[dict], dict] | None = None
+    turns: bool = True
     note: str = ""
 
     @property
@@ -136,10 +139,10 @@ ZOO = [
     Entry("granite", "GraniteForCausalLM", "GraniteConfig", dict(attention_multiplier=0.1), note="scale of its own"),
     Entry("granite-moe", "GraniteMoeForCausalLM", "GraniteMoeConfig", dict(attention_multiplier=0.1, **_EXPERTS)),
     Entry("granite-4", "GraniteMoeHybridForCausalLM", "GraniteMoeHybridConfig",
-          dict(layer_types=["linear_attention", "full_attention"] * 2, num_hidden_layers=4, mamba_d_head=16, position_embedding_type="rope",
+          dict(layer_types=_GRANITE, num_hidden_layers=4, mamba_d_head=16, position_embedding_type="rope",
                attention_multiplier=0.1, **_MAMBA2, **_EXPERTS), note="Mamba-2 layers"),
     Entry("granite-4-nope", "GraniteMoeHybridForCausalLM", "GraniteMoeHybridConfig",
-          dict(layer_types=["linear_attention", "full_attention"] * 2, num_hidden_layers=4, mamba_d_head=16, position_embedding_type=None,
+          dict(layer_types=_GRANITE, num_hidden_layers=4, mamba_d_head=16, position_embedding_type=None,
                attention_multiplier=0.1, **_MAMBA2, **_EXPERTS), note="Mamba-2 layers, no rotary embedding"),
     Entry("cohere", "CohereForCausalLM", "CohereConfig", dict(logit_scale=1.0), note="interleaved rotary"),
     Entry("cohere-2", "Cohere2ForCausalLM", "Cohere2Config", dict(logit_scale=1.0, **_SLIDING), note="full layers are not rotated",
@@ -148,10 +151,10 @@ ZOO = [
     Entry("gpt-oss", "GptOssForCausalLM", "GptOssConfig", dict(head_dim=16, **_SLIDING, **_EXPERTS), note="attention sinks, yarn",
           **_EAGER, **_WINDOWED),
     Entry("deepseek-v2", "DeepseekV2ForCausalLM", "DeepseekV2Config", dict(q_lora_rank=24, topk_method="greedy", first_k_dense_replace=1, **_MLA),
-          why=_LATENT if LATENTS else "", renumber=_SLICE, note="MLA"),
+          why=_LATENT if NEW else "", renumber=_SLICE, note="MLA"),
     Entry("deepseek-v3", "DeepseekV3ForCausalLM", "DeepseekV3Config", dict(q_lora_rank=24, first_k_dense_replace=1, **_MLA),
-          why=_LATENT if LATENTS else "", renumber=_SLICE, note="MLA"),
-    Entry("glm-4.7-flash", "Glm4MoeLiteForCausalLM", "Glm4MoeLiteConfig", dict(q_lora_rank=24, **_MLA), why=_LATENT if LATENTS else "", renumber=_SLICE, note="MLA"),
+          why=_LATENT if NEW else "", renumber=_SLICE, note="MLA"),
+    Entry("glm-4.7-flash", "Glm4MoeLiteForCausalLM", "Glm4MoeLiteConfig", dict(q_lora_rank=24, **_MLA), why=_LATENT if NEW else "", renumber=_SLICE, note="MLA"),
     Entry("deepseek-v3.2", "DeepseekV32ForCausalLM", "DeepseekV32Config", dict(q_lora_rank=24, index_n_heads=2, index_head_dim=16, index_topk=4, **_MLA),
           why=_LATENT, note="MLA, sparse attention of its own"),
     Entry("kimi-linear", "KimiLinearForCausalLM", "KimiLinearConfig",
@@ -159,8 +162,9 @@ ZOO = [
     Entry("qwen-3-next", "Qwen3NextForCausalLM", "Qwen3NextConfig",
           dict(head_dim=16, decoder_sparse_step=1, shared_expert_intermediate_size=32, partial_rotary_factor=0.5, **_LINEAR, **_DELTA, **_EXPERTS),
           note="gated delta layers, partial rotary"),
-    Entry("qwen-3.5", "Qwen3_5ForCausalLM", "Qwen3_5TextConfig", dict(head_dim=16, **_LINEAR, **_DELTA), note="gated delta layers"),
-    Entry("olmo-hybrid", "OlmoHybridForCausalLM", "OlmoHybridConfig", dict(**_LINEAR, **_DELTA), note="gated delta layers"),
+    Entry("qwen-3.5", "Qwen3_5ForCausalLM", "Qwen3_5TextConfig", dict(head_dim=16, **_LINEAR, **_DELTA),
+          renumber="several dimensions", note="gated delta layers"),
+    Entry("olmo-hybrid", "OlmoHybridForCausalLM", "OlmoHybridConfig", dict(**_LINEAR, **_DELTA), why="" if NEW else "cache of its own", note="gated delta layers"),
     Entry("jamba", "JambaForCausalLM", "JambaConfig",
           dict(num_hidden_layers=4, attn_layer_period=2, attn_layer_offset=1, use_mamba_kernels=False, mamba_dt_rank=4, **_MAMBA, **_EXPERTS),
           renumber=_UNROTATED, note="Mamba layers, no rotary embedding"),
@@ -170,7 +174,7 @@ ZOO = [
           dict(layers_block_type=["mamba", "attention", "mlp", "attention"], head_dim=16, mamba_num_heads=8, mamba_head_dim=16, n_groups=1,
                ssm_state_size=8, chunk_size=8), renumber=_UNROTATED, note="Mamba-2 layers, no rotary embedding"),
     Entry("lfm-2", "Lfm2ForCausalLM", "Lfm2Config", dict(num_hidden_layers=4, layer_types=["conv", "full_attention"] * 2,
-          block_auto_adjust_ff_dim=False), note="convolution layers"),
+          block_auto_adjust_ff_dim=False), turns=NEW, note="convolution layers"),
     Entry("falcon-h1", "FalconH1ForCausalLM", "FalconH1Config", dict(mamba_d_ssm=64, mamba_d_head=8, **_MAMBA2), why=_MIXED,
           note="Mamba beside attention in a layer"),
     Entry("zamba-2", "Zamba2ForCausalLM", "Zamba2Config",
