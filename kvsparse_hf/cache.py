@@ -13,6 +13,7 @@ from transformers.cache_utils import Cache, CacheLayerMixin
 from .errors import UnsupportedOperationError
 from .hf import compat, handoff
 from .hf.binding import Binding
+from .hf.rotary import restart_length
 from .hf.sharing import LayerMap, check_undeclared
 from .layers.base import SparseLayer
 from .layers.session import Session
@@ -69,7 +70,9 @@ class SparseCache(TakingBack, StepRoom, Cache):
         self.session.layers = self.layers
         self._first_sparse = ours[0] if ours else -1
         self._first_attention = next(index for index, layer in enumerate(layers) if isinstance(layer, CacheLayerMixin))
-        self.begin_with_room(self.options.reserve)
+        model_class = self.binding.model_class
+        self.begin_with_room(self.options.reserve, restart_length(self.binding.config, model_class))
+        self._is_dropped_if_true = compat.drops_caches(model_class)
         self.binding.attach()
 
     @classmethod
@@ -145,6 +148,10 @@ class SparseCache(TakingBack, StepRoom, Cache):
             self._step_prepared = False
             self._prepare_step(self._expect(query_length))
         return handoff.offer_mask(layer, length), offset
+
+    def __bool__(self) -> bool:
+        """True, but where that would take the cache away (see `compat.drops_caches`)."""
+        return not self._is_dropped_if_true
 
     def reset(self) -> None:
         """Forgets everything seen; buffers stay, so compiled graphs stay valid."""

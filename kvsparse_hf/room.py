@@ -1,6 +1,8 @@
 """Room for the tokens that a cache decodes, made between two steps: buffers grow and periodic work runs outside of any graph."""
 
+from .errors import UnsupportedOperationError
 from .layers.base import SparseLayer
+from .layers.session import Session
 
 _NEVER_FULL = 2**62
 
@@ -13,9 +15,11 @@ class StepRoom:
     """
 
     sparse_layers: list[SparseLayer]
+    session: Session
 
-    def begin_with_room(self, reserve: int) -> None:
-        """Nothing is known yet; the first growth is by `reserve` tokens."""
+    def begin_with_room(self, reserve: int, restart: int | None) -> None:
+        """Nothing is known yet; the first growth is by `reserve` tokens. `restart`: see `rotary.restart_length`."""
+        self._restart = restart
         self._room: int | None = None  # one-token steps that surely fit; None: ask
         self._moves = 0
         self._step_prepared = False
@@ -46,6 +50,7 @@ class StepRoom:
         self._step_prepared = True
         if query_length != 1:
             self._room = None  # the coming forward changes it
+            self._check_restart(query_length)
             return
         if self._room is None or self._room < 1:
             self._maintain()
@@ -53,6 +58,7 @@ class StepRoom:
         if self._room is None:
             return
         if self._room < 1:
+            self._check_restart(1)
             for layer in self.sparse_layers:
                 room = layer.open_room()
                 if room is not None and room < 1:
@@ -73,4 +79,17 @@ class StepRoom:
         if not all(layer.is_initialized for layer in self.sparse_layers):
             return None
         rooms = [room for layer in self.sparse_layers for room in (layer.open_room(), layer.due_in())]
+        if self._restart is not None and self.session.seen() <= self._restart:
+            rooms.append(self._restart - self.session.seen())
         return min((room for room in rooms if room is not None), default=_NEVER_FULL)
+
+    def _check_restart(self, tokens: int) -> None:
+        """Refuses a forward after which the keys that are held would have the wrong frequencies."""
+        if self._restart is None or self.session.batch is None:
+            return
+        if self.session.seen() <= self._restart < self.session.seen() + tokens:
+            raise UnsupportedOperationError(
+                f"beyond {self._restart} tokens this model computes all its keys again with other rotary frequencies (longrope), and this "
+                f"cache holds {self.session.seen()} tokens of before. Stop there, or start with a longer prompt; or use Transformers' own "
+                "cache."
+            )

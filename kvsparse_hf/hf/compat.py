@@ -33,6 +33,7 @@ __all__ = [
     "can_crop_sliding",
     "check_layer_kinds",
     "drafted_tokens",
+    "drops_caches",
     "generate_locals",
     "has_own_cache",
     "is_full_attention_layer",
@@ -201,6 +202,13 @@ def caches_latents(config: PretrainedConfig, decoder_class: type | None) -> bool
         return False
     classes = (item for item in vars(sys.modules[decoder_class.__module__]).values() if isinstance(item, type))
     return any(hasattr(item, "expand_kv") for item in classes)
+
+
+def drops_caches(model_class: type | None) -> bool:
+    """Whether `generate()` takes the cache from the model, if it is true, when the text passes `original_max_position_embeddings`
+    (the Phi-3 family, with every rotary type). What follows would run on a cache of Transformers' own, without a word."""
+    prepare = inspect.unwrap(getattr(model_class, "prepare_inputs_for_generation", drops_caches))
+    return "original_max_position_embeddings" in prepare.__code__.co_names + prepare.__code__.co_consts
 
 
 def has_own_cache(decoder_class: type | None) -> bool:

@@ -14,6 +14,7 @@ import torch
 from transformers import PretrainedConfig
 
 from ..errors import UnsupportedModelError
+from . import compat
 from .rotated import rotates
 
 # Types whose frequencies depend on the sequence length: a key rotated at another length cannot be moved exactly.
@@ -158,6 +159,13 @@ def _rotating_function(module) -> Callable | None:
     if names[2:4] == ["cos", "sin"]:
         return lambda x, cos, sin: function(x, x, cos, sin)[0]
     return None
+
+
+def restart_length(config: PretrainedConfig, model_class: type | None) -> int | None:
+    """Tokens after which `generate()` computes all keys of the model again, with other rotary frequencies; None for never."""
+    if not compat.drops_caches(model_class) or _rope_parameters(config, None).get("rope_type") != "longrope":
+        return None
+    return config.original_max_position_embeddings
 
 
 def _once(angles: torch.Tensor) -> torch.Tensor:
