@@ -15,6 +15,7 @@ _WHY_ENCODER = "an encoder-decoder keeps a second, cross-attention cache that th
 _OTHER_ATTENTION = {
     "diffllama": "attends twice to the same keys, with other values each time",
     "doge": "masks tokens by what their values say",
+    "glm_moe_dsa": "reads the tokens that an indexer selects",
     "hrm_text": "runs its layers several times over",
     "inkling2_loop_text": "adds a bias of its own to the logits",
     "inkling2_text": "adds a bias of its own to the logits",

@@ -190,9 +190,12 @@ def routes_attention(model_class: type) -> bool:
 
 
 def builds_every_mask(config: PretrainedConfig) -> bool:
-    """Whether `generate()` knows a mask for each kind of layer. It builds them ahead for a cache that can be compiled, and old
-    versions know none for linear attention."""
-    return all(kind in LAYER_PATTERN_TO_MASK_FUNCTION_MAPPING for kind in getattr(config, "layer_types", None) or ())
+    """Whether `generate()` knows a mask for each kind of layer, and the model takes them. It builds them ahead for a cache that can
+    be compiled; old versions know none for linear attention, and their LFM2 takes none."""
+    known = LAYER_PATTERN_TO_MASK_FUNCTION_MAPPING
+    if config.model_type == "lfm2" and "linear_attention" not in known:
+        return False
+    return all(kind in known for kind in getattr(config, "layer_types", None) or ())
 
 
 def caches_latents(config: PretrainedConfig, decoder_class: type | None) -> bool:
