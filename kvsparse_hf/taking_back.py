@@ -72,6 +72,12 @@ class TakingBack:
             if hasattr(layer, "activate_past_recording"):
                 layer.activate_past_recording()
 
+    def _forget_past(self) -> None:
+        self.session.record_past = self.session.generate_records = False
+        for layer in self.layers:
+            if getattr(layer, "record_past", False):  # Transformers' own
+                layer.record_past = False
+
     def _expect(self, tokens: int) -> int:
         """Before a forward of so many tokens: finds out how many of them are drafts.
 
@@ -89,7 +95,7 @@ class TakingBack:
             if not session.record_past:  # versions before 5.16 do not announce drafts
                 self._record_past(of_generate=True)
         elif session.record_past and session.generate_records:
-            session.record_past = False  # that run is over
+            self._forget_past()  # that run is over
         elif session.record_past:
             drafts = tokens - 1 if session.batch is not None else 0
         if drafts and not self._keeps_all:

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from ..errors import UnsupportedOperationError
+from ..errors import KVSparseError, UnsupportedOperationError
 from .contract import HandedLayer
 from .reading import OpenForward, as_one_group
 from .session import Clock
@@ -86,7 +86,11 @@ class OwningLayer(HandedLayer):
             return
         query, lse, call = forward.together()
         if forward.is_first:
-            self.absorb_prompt(query, forward.key, forward.value, forward.positions, forward.pad, call, lse)
+            try:
+                self.absorb_prompt(query, forward.key, forward.value, forward.positions, forward.pad, call, lse)
+            except KVSparseError:
+                self.session.abandon()
+                raise
             self.is_initialized = True
         else:
             self.take_turn(query, forward.key, forward.value, forward.positions, forward.pad, call, lse)

@@ -4,6 +4,7 @@ import torch
 from torch import Tensor
 
 from ..errors import UnsupportedOperationError
+from ..hf import compat
 from ..hf.binding import Binding
 from .store import static_zeros
 
@@ -105,6 +106,8 @@ class Session:
             self._announced_pad = leading_padding(mask, batch)
             return True
         self.check_batch(batch)
+        if self.padding_open:  # settled here, so that all layers of a forward agree
+            self.padding_open = self._has_empty_row()
         if mask is not None and mask.shape[1] < self.host_seen + q_length:
             if mask.shape[1] != q_length:
                 raise _already_seen(self.host_seen, mask.shape[1] - q_length)
@@ -187,6 +190,12 @@ class Session:
         for layer in self.layers:
             layer.reset()
 
+    def abandon(self) -> None:
+        """A first prompt was refused when some layers had taken it already: as if it had never come."""
+        self.reset()
+        for layer in self.layers:
+            layer.reset() if hasattr(layer, "session") else compat.reset_layer(layer)
+
     def begin(self, layer_idx: int, keys: Tensor, has_mask: bool) -> None:
         """First forward of one layer: fixes the batch and its padding, and starts the clock of the layer's device."""
         batch, device = keys.shape[0], keys.device
@@ -211,13 +220,16 @@ class Session:
         if clock.leader == layer_idx:
             clock.advance(tokens)
             if not torch.compiler.is_compiling() and clock is next(iter(self.clocks.values())):
-                self._count(self.host_seen + tokens)
+                self.host_seen += tokens
                 self.decoding |= tokens == 1
         return clock
 
     def _count(self, seen: int) -> None:
         self.host_seen = seen
-        self.padding_open = bool((self.pad >= seen).any())
+        self.padding_open = self._has_empty_row()
+
+    def _has_empty_row(self) -> bool:
+        return bool((self.pad >= self.host_seen).any())
 
     def resync(self) -> None:
         """Asks the device how many tokens were seen, after steps the host did not follow."""
@@ -257,7 +269,8 @@ class Session:
             clock.set(seen, self.pad)
 
     def rewind(self, seen: int) -> None:
-        """Sets every clock back to `seen` tokens."""
+        """Sets every clock back to `seen` tokens. Of a row that began later only padding is left."""
+        self.pad = self.pad.clamp(max=seen)
         for clock in self.clocks.values():
             clock.set(seen, self.pad)
         self._count(seen)
