@@ -41,6 +41,6 @@ class UnsupportedOperationError(KVSparseError):
 def suggest(name: str, known: Iterable[str]) -> str:
     """The tail of an "unknown name" message: the nearest known name, then all of them."""
     known = sorted(known)
-    near = difflib.get_close_matches(str(name), known, n=1, cutoff=0.4)
+    near = difflib.get_close_matches(str(name)[:100], known, n=1, cutoff=0.4)
     hint = f" Did you mean {near[0]!r}?" if near else ""
     return f"{hint} Known: {', '.join(known)}."

@@ -6,6 +6,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_valida
 
 from .errors import KVSparseError, OptionError, suggest
 from .policy.budgets import Budget
+from .texts import brief
 
 
 class CommonOptions(BaseModel):
@@ -13,7 +14,7 @@ class CommonOptions(BaseModel):
 
     model_config = ConfigDict(extra="forbid", frozen=True, arbitrary_types_allowed=True)
 
-    reserve: int = Field(256, ge=1, description="decode tokens preallocated per head where the cache grows; doubles as it fills")
+    reserve: int = Field(256, ge=1, le=2**24, description="decode tokens preallocated per head where the cache grows; doubles as it fills")
     backend: Literal["auto", "triton", "flash", "torch"] = Field("auto", description="kernels for attention over kept tokens")
 
 
@@ -70,7 +71,7 @@ def parse_options(schema: type[CommonOptions], method: str, given: dict[str, Any
     """
     for name in given:
         if name not in schema.model_fields:
-            raise OptionError(f"{method} has no option {name!r}.{suggest(name, schema.model_fields)}")
+            raise OptionError(f"{method} has no option {brief(name)}.{suggest(name, schema.model_fields)}")
     try:
         return schema(**given)
     except ValidationError as error:
@@ -79,4 +80,4 @@ def parse_options(schema: type[CommonOptions], method: str, given: dict[str, Any
         if isinstance(cause, KVSparseError):
             raise cause from None
         where = ".".join(str(part) for part in first["loc"][:1]) or "options"
-        raise OptionError(f"{method}: {where}={first.get('input')!r}: {first['msg']}.") from error
+        raise OptionError(f"{method}: {where}={brief(first.get('input'))}: {first['msg']}.") from error

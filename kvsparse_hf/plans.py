@@ -17,7 +17,8 @@ from torch import Tensor
 from transformers import PretrainedConfig, PreTrainedModel
 
 from .calibrate.loki import fingerprint
-from .errors import PresetError
+from .errors import KVSparseError, PresetError
+from .texts import read_json, read_yaml
 
 _YAML = (".yaml", ".yml")
 _PROBE_TOLERANCE = 0.3
@@ -69,9 +70,9 @@ class Plan:
         path = Path(path)
         try:
             plan = _read_yaml(path) if path.suffix in _YAML else _read_safetensors(path)
-        except (OSError, SafetensorError, UnicodeDecodeError, yaml.YAMLError, json.JSONDecodeError) as error:
+        except (OSError, SafetensorError, UnicodeDecodeError, KVSparseError) as error:
             raise PresetError(f"plan {str(path)!r} is not readable: {error}") from error
-        except (KeyError, TypeError, ValueError, AttributeError) as error:
+        except (KeyError, TypeError, ValueError, AttributeError, RuntimeError, OverflowError) as error:
             raise PresetError(f"{str(path)!r} is no plan that `kvsparse calibrate` wrote.") from error
         if plan.kind != kind:
             raise PresetError(f"plan {str(path)!r} is one for {plan.kind!r}, not for {kind!r}.")
@@ -82,13 +83,13 @@ class Plan:
 
 def _read_safetensors(path: Path) -> Plan:
     with safe_open(path, "pt") as file:
-        head = json.loads((file.metadata() or {})["kvsparse"])
+        head = read_json((file.metadata() or {})["kvsparse"])
         tensors = {name: file.get_tensor(name) for name in file.keys()}
     return Plan(head["kind"], head["model"], tensors, head["facts"])
 
 
 def _read_yaml(path: Path) -> Plan:
-    content = yaml.safe_load(path.read_text(encoding="utf-8"))
+    content = read_yaml(path.read_text(encoding="utf-8"))
     tensors = {name: torch.tensor(values) for name, values in content["tensors"].items()}
     return Plan(content["kind"], content["model"], tensors, content["facts"])
 

@@ -4,10 +4,9 @@ import importlib.resources
 from pathlib import Path
 from typing import Any
 
-import yaml
-
 from .errors import KVSparseError, PresetError, suggest
 from .registry import get_method
+from .texts import brief, read_yaml
 
 
 def _shipped() -> dict[str, Path]:
@@ -35,11 +34,11 @@ def read_preset(name_or_path: str | Path) -> dict[str, Any]:
     shipped = _shipped()
     if str(name_or_path) in shipped:
         path = shipped[str(name_or_path)]
-    elif not path.is_file():
-        raise PresetError(f"no preset or file {str(name_or_path)!r}.{suggest(str(name_or_path), shipped)}")
+    elif not _is_file(path):
+        raise PresetError(f"no preset or file {brief(str(name_or_path))}.{suggest(str(name_or_path), shipped)}")
     try:
-        content = yaml.safe_load(path.read_text(encoding="utf-8"))
-    except (yaml.YAMLError, UnicodeDecodeError, OSError) as error:
+        content = read_yaml(path.read_text(encoding="utf-8"))
+    except (KVSparseError, UnicodeDecodeError, OSError) as error:
         raise PresetError(f"{path} is not readable YAML: {error}") from error
     if not isinstance(content, dict):
         raise PresetError(f"{path} must hold a mapping of 'method' and options, got {type(content).__name__}.")
@@ -51,8 +50,15 @@ def read_preset(name_or_path: str | Path) -> dict[str, Any]:
         raise PresetError(f"{path}: {error}") from error
     for key in content:
         if key != "method" and key not in fields:
-            raise PresetError(f"{path}: {content['method']} has no option {key!r}.{suggest(str(key), fields)}")
+            raise PresetError(f"{path}: {content['method']} has no option {brief(key)}.{suggest(str(key), fields)}")
     return content
+
+
+def _is_file(path: Path) -> bool:
+    try:
+        return path.is_file()
+    except (OSError, ValueError):  # no name that a file can have
+        return False
 
 
 def load_preset(name_or_path: str | Path, model, **overrides: Any):

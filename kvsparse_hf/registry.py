@@ -2,6 +2,7 @@
 
 from .cache import SparseCache
 from .errors import KVSparseError, suggest
+from .texts import brief
 
 _METHODS: dict[str, type[SparseCache]] = {}
 
@@ -35,5 +36,5 @@ def get_method(name: str) -> type[SparseCache]:
         KVSparseError: an unknown name; the nearest known one is suggested.
     """
     if name not in _METHODS:
-        raise KVSparseError(f"unknown method {name!r}.{suggest(name, _METHODS)}")
+        raise KVSparseError(f"unknown method {brief(name)}.{suggest(name, _METHODS)}")
     return _METHODS[name]

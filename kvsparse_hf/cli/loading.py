@@ -5,11 +5,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import yaml
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 from transformers.utils import logging
 
 from ..errors import KVSparseError
+from ..texts import brief, read_yaml
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
@@ -17,9 +17,9 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch
 def parse_value(text: str) -> Any:
     """A value as a preset file would hold it: `512` is an int, `0.25` a float, `512MiB` a string."""
     try:
-        return yaml.safe_load(text)
-    except yaml.YAMLError as error:
-        raise KVSparseError(f"{text!r} is no value.") from error
+        return read_yaml(text)
+    except KVSparseError as error:
+        raise KVSparseError(f"{brief(text)} is no value.") from error
 
 
 def parse_options(pairs: list[str]) -> dict[str, Any]:

@@ -5,6 +5,8 @@ from typing import Any
 
 from transformers import PretrainedConfig, PreTrainedModel
 
+from ..errors import OptionError
+from ..texts import brief
 from .evicting import EvictingCache
 
 
@@ -37,4 +39,9 @@ def plain_table(value: Any) -> Any:
         return value
     if isinstance(value, Path):
         return str(value)
-    return value.tolist() if hasattr(value, "tolist") else [list(row) for row in value]
+    if hasattr(value, "tolist"):
+        return value.tolist()
+    try:
+        return [row.tolist() if hasattr(row, "tolist") else list(row) for row in value]
+    except TypeError as error:
+        raise OptionError(f"{brief(value)} is neither a file nor a table of numbers.") from error

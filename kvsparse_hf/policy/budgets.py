@@ -12,12 +12,14 @@ from dataclasses import dataclass
 import torch
 
 from ..errors import BudgetError
+from ..texts import brief
 
 _UNITS = {"": 1, "b": 1}
 for _power, _prefix in enumerate("kmgt", start=1):
     _UNITS[_prefix + "b"] = 1000**_power
     _UNITS[_prefix + "ib"] = 1024**_power
 
+_MOST = 2**31 - 1  # lengths are int32
 _FORMS = "an int >= 1 (tokens per key/value head), a float in (0, 1] (share of the prompt), or a size such as '512MiB'"
 
 
@@ -61,7 +63,9 @@ class Budget:
             raise BudgetError(f"budget={value!r} is a bool; give {_FORMS}.")
         if isinstance(value, numbers.Integral):
             if value < 1:
-                raise BudgetError(f"budget={value} keeps nothing; give {_FORMS}.")
+                raise BudgetError(f"budget={brief(value)} keeps nothing; give {_FORMS}.")
+            if value > _MOST:
+                raise BudgetError(f"budget={brief(value)} is more than a cache can count; FullCache keeps everything.")
             return cls(tokens=int(value))
         if isinstance(value, numbers.Real):
             share = float(value)
@@ -70,18 +74,18 @@ class Budget:
             return cls(share=share)
         if isinstance(value, str):
             return cls._parse_text(value)
-        raise BudgetError(f"budget={value!r} has type {type(value).__name__}; give {_FORMS}.")
+        raise BudgetError(f"budget={brief(value)} has type {type(value).__name__}; give {_FORMS}.")
 
     @classmethod
     def _parse_text(cls, text: str) -> "Budget":
         match = re.fullmatch(r"\s*([0-9]+(?:\.[0-9]+)?)\s*([a-zA-Z]*)\s*", text)
         unit = match.group(2).lower() if match else None
         if match is None or unit not in _UNITS or unit == "":
-            raise BudgetError(f"budget={text!r} is not understood; give {_FORMS}.")
-        nbytes = int(float(match.group(1)) * _UNITS[unit])
-        if nbytes < 1:
-            raise BudgetError(f"budget={text!r} keeps nothing; give {_FORMS}.")
-        return cls(nbytes=nbytes)
+            raise BudgetError(f"budget={brief(text)} is not understood; give {_FORMS}.")
+        nbytes = float(match.group(1)) * _UNITS[unit]
+        if not 1 <= nbytes < 2**62:
+            raise BudgetError(f"budget={brief(text)} keeps nothing, or more bytes than there are; give {_FORMS}.")
+        return cls(nbytes=int(nbytes))
 
     def check_minimum(self, minimum: int, what: str) -> None:
         """Refuses a token budget below what is always kept (`minimum` entries, named by `what`)."""
@@ -106,7 +110,7 @@ class Budget:
         if tokens < 1:
             need = (cost.fixed + cost.per_token) * len(valid)
             raise BudgetError(f"budget of {self.nbytes} bytes is below one token per head, which needs {need} bytes.")
-        return torch.full_like(valid, tokens)
+        return torch.full_like(valid, min(tokens, _MOST))
 
     def __str__(self) -> str:
         if self.tokens is not None:
