@@ -8,13 +8,16 @@ from .errors import KVSparseError, OptionError, suggest
 from .policy.budgets import Budget
 from .texts import brief
 
+MOST = 2**24  # tokens, channels, steps
+_NO_COUNTS = ("budget", "seed")  # the one has limits of its own, the other none
+
 
 class CommonOptions(BaseModel):
     """Options that every method takes."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, arbitrary_types_allowed=True)
 
-    reserve: int = Field(256, ge=1, le=2**24, description="decode tokens preallocated per head where the cache grows; doubles as it fills")
+    reserve: int = Field(256, ge=1, description="decode tokens preallocated per head where the cache grows; doubles as it fills")
     backend: Literal["auto", "triton", "flash", "torch"] = Field("auto", description="kernels for attention over kept tokens")
 
 
@@ -72,6 +75,10 @@ def parse_options(schema: type[CommonOptions], method: str, given: dict[str, Any
     for name in given:
         if name not in schema.model_fields:
             raise OptionError(f"{method} has no option {brief(name)}.{suggest(name, schema.model_fields)}")
+    for name, value in given.items():
+        counts = isinstance(value, int) and not isinstance(value, bool) and name not in _NO_COUNTS and not name.endswith("_bytes")
+        if counts and abs(value) > MOST:
+            raise OptionError(f"{method}: {name}={brief(value)} is beyond what any text has; give at most {MOST}.")
     try:
         return schema(**given)
     except ValidationError as error:

@@ -15,7 +15,9 @@ from .hf import compat
 from .hf.binding import Binding
 from .layers.base import SparseLayer
 from .layers.shared import SharedLayer
+from .layers.store import RaggedStore
 from .ranks import Ranks
+from .texts import brief, brief_error, read_json
 
 _FORMAT = 1
 _TENSORS, _META = "cache.safetensors", "cache.json"
@@ -39,7 +41,7 @@ class _Saved(BaseModel):
     method: str
     options: dict[str, Any]
     model: dict[str, Any]
-    seen: int = Field(ge=0)
+    seen: int = Field(ge=0, lt=2**31)
     pad: list[int] | None
     decoding: bool
     layers: list[_SavedLayer]
@@ -74,7 +76,7 @@ def save_cache(cache, folder: Path) -> None:
     }
     folder.mkdir(parents=True, exist_ok=True)
     (folder / _TENSORS).write_bytes(blob)
-    (folder / _META).write_text(json.dumps(meta, indent=1))
+    (folder / _META).write_text(json.dumps(meta, indent=1), encoding="utf-8")
 
 
 def _layer_state(layer, index: int) -> tuple[dict, dict]:
@@ -120,9 +122,9 @@ def load_cache(folder: Path, model, device: torch.device | str | None):
     try:
         cache = cls(model, **saved.options)
         _restore(cache, saved, tensors, torch.device(device))
-    except (KeyError, RuntimeError, IndexError, TypeError, ValueError) as error:
+    except (KeyError, RuntimeError, IndexError, TypeError, ValueError, AttributeError, OverflowError, MemoryError) as error:
         compat.text_config(getattr(model, "config", model))._attn_implementation = before
-        raise KVSparseError(f"{folder} is damaged: {error}") from error
+        raise KVSparseError(f"{folder} is damaged: {brief_error(error)}") from error
     return cache
 
 
@@ -132,9 +134,12 @@ def _of_rank(folder: Path, ranks: Ranks) -> Path:
 
 def _check_ranks(folder: Path, ranks: Ranks) -> None:
     """Refuses a cache that another number of processes saved: its heads are cut in another way."""
-    others = sorted(folder.glob("rank-*-of-*"))
-    saved_by = int(others[0].name.rpartition("-")[2]) if others else 1
-    if saved_by != ranks.size and (others or (folder / _META).is_file()):
+    try:
+        others = sorted(folder.glob("rank-*-of-*"))
+    except (OSError, ValueError):  # no name that a folder can have; reading it will say so
+        return
+    saved_by = others[0].name.rpartition("-")[2] if others else "1"
+    if saved_by != str(ranks.size) and (others or (folder / _META).is_file()):
         raise UnsupportedOperationError(
             f"{folder} was saved by {saved_by} tensor-parallel rank(s), this model runs on {ranks.size}; load it on as many ranks."
         )
@@ -142,14 +147,14 @@ def _check_ranks(folder: Path, ranks: Ranks) -> None:
 
 def _read(folder: Path) -> tuple[_Saved, dict[str, torch.Tensor]]:
     try:
-        saved = _Saved(**json.loads((folder / _META).read_text()))
+        saved = _Saved(**read_json((folder / _META).read_text(encoding="utf-8")))
         blob = (folder / _TENSORS).read_bytes()
     except ValidationError as error:
         first = error.errors()[0]
         where = ".".join(map(str, first["loc"]))
         raise KVSparseError(f"{folder / _META} is damaged: {where}: {first['msg']}.") from error
-    except (OSError, UnicodeDecodeError, json.JSONDecodeError, TypeError) as error:
-        raise KVSparseError(f"{folder} is no readable saved cache: {error}") from error
+    except (OSError, TypeError, ValueError) as error:
+        raise KVSparseError(f"{brief(str(folder))} is no readable saved cache: {brief_error(error)}") from error
     if saved.format != _FORMAT:
         raise KVSparseError(f"{folder} has format {saved.format}, this version reads {_FORMAT}.")
     if hashlib.sha256(blob).hexdigest() != saved.sha256:
@@ -180,6 +185,17 @@ def _restore(cache, saved: _Saved, tensors: dict[str, torch.Tensor], device: tor
                 raise KVSparseError(f"layer {index} holds {len(state['start'])} rows, the cache {session.batch}.")
             session.restore_clock(device, index, saved.seen)
             layer.restore(state, facts.model_extra, device)
+            for store in layer.stores:
+                if isinstance(store, RaggedStore):  # the others know positions by the place
+                    _check_positions(store, saved.seen)
         else:
             layer.update(state["keys"], state["values"])
             layer.cumulative_length = facts.model_extra["cumulative_length"]
+
+
+def _check_positions(store: RaggedStore, seen: int) -> None:
+    """Refuses entries that stand where no token was seen."""
+    rows, valid = store.slots()
+    positions = store.positions[rows][valid]
+    if positions.numel() and (int(positions.min()) < 0 or int(positions.max()) >= seen):
+        raise KVSparseError(f"entries stand at positions that {seen} tokens do not have.")

@@ -14,7 +14,7 @@ from .drafts import DraftingLayer
 from .owning import AttentionCall
 from .reading import OpenForward
 from .session import Clock, Session
-from .store import RaggedStore, storage_bytes
+from .store import RaggedStore, check_payload, storage_bytes
 
 
 def _may_wait(tensor: Tensor) -> bool:
@@ -223,9 +223,17 @@ class SparseLayer(DraftingLayer):
     def restore(self, tensors: dict[str, Tensor], saved: dict, device: torch.device) -> None:
         """Takes over a saved layer: `tensors` as `tensors()` named them, on `device`."""
         self.device = device
-        self.store = RaggedStore(torch.tensor(saved["allocated"]), tensors["keys"], tensors["values"], saved["grid"])
+        allocated = torch.tensor(saved["allocated"])
+        self.check_saved(allocated, tensors["keys"], tensors["values"])
+        self.store = RaggedStore(allocated, tensors["keys"], tensors["values"], saved["grid"])
         self.store.load(tensors)
         self.is_initialized = True
+
+    def check_saved(self, allocated: Tensor, keys: Tensor, values: Tensor) -> None:
+        """Raises `KVSparseError` unless saved keys and values `[R, D]` fill segments `allocated` `[B, H]` of this model."""
+        check_payload(allocated, keys, values)
+        for states in (keys, values):
+            self.session.binding.check_heads(allocated.shape[1], states.shape[1])
 
     def device_bytes(self) -> int:
         """Bytes of this layer's storages."""

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from .. import ops
-from ..errors import UnsupportedOperationError
+from ..errors import KVSparseError, UnsupportedOperationError
 from ..hf.rotary import KeyRotation
 from ..policy.base import Candidates, Policy
 from ..policy.budgets import Cost
@@ -282,9 +282,17 @@ class EvictingLayer(SparseLayer):
     def restore(self, tensors: dict[str, Tensor], saved: dict, device: torch.device) -> None:
         raw = tensors.pop("raw_keys", None)
         super().restore(tensors, saved, device)
+        remembered = sum(held[0].nbytes for held in self.store.extra.values())
+        if remembered != self.policy.memory_bytes:
+            raise KVSparseError(f"{remembered} bytes are remembered of each entry, the method needs {self.policy.memory_bytes}.")
         self._limit = None if saved["limit"] is None else torch.tensor(saved["limit"])
         self._settled = None if saved["settled"] is None else torch.tensor(saved["settled"])
+        if (raw is None) != (self.cache_positions is None):
+            raise KVSparseError("the keys before their rotation are missing, or not wanted.")
         if raw is not None:
+            batch, heads, _, dim = raw.shape
+            if (batch, heads, dim, raw.dtype) != (self.store.batch, self.store.heads, self.store.keys.shape[1], self.store.keys.dtype):
+                raise KVSparseError(f"the keys before their rotation are {tuple(raw.shape)}, which this layer cannot hold.")
             self.cache_positions.restore(raw)
 
     def tensors(self) -> dict[str, Tensor]:

@@ -3,6 +3,7 @@
 import torch
 from torch import Tensor
 
+from ..errors import KVSparseError
 from ..policy.tiers import DEVICE, HOST, Rest, Shares
 from .base import SparseLayer
 from .host import HostMemory
@@ -157,6 +158,7 @@ class TierHolder(SparseLayer):
     def restore(self, tensors: dict[str, Tensor], saved: dict, device: torch.device) -> None:
         self.device = device
         likes = tensors["keys"][:0], tensors["values"][:0]
+        self.check_saved(torch.tensor(saved["allocated"]["device"]), tensors["keys"], tensors["values"])
         parts: list[dict[str, Tensor]] = [{}, {}, {}]
         for name, tensor in tensors.items():
             tier = next((tier for tier in (2, 1) if name.startswith(_PREFIXES[tier])), 0)
@@ -166,8 +168,16 @@ class TierHolder(SparseLayer):
             if name in saved["allocated"]:
                 stores[tier] = self._new(tier, torch.tensor(saved["allocated"][name]), *likes)
                 stores[tier].load(parts[tier])
+        if len({frozenset(store.extra) - set(QuantizedTier.RANGES) for store in stores if store is not None}) != 1:
+            raise KVSparseError("the tiers remember unlike facts of their entries.")
         self.store, self.host, self.quantized = stores
         self._counts, self._due, self._ahead = torch.tensor(saved["counts"]), saved["due"], saved["ahead"]
+        seen = int(self.session.clock(device).seen)
+        if self.interval is not None and self._due and not seen <= self._due <= seen + self.interval:
+            raise KVSparseError(f"the next ranking is due at {self._due} tokens, {seen} were seen.")
+        most = 8 * (seen + self.reserve)  # it doubles as it fills
+        if not 1 <= self._ahead <= most:
+            raise KVSparseError(f"room for {self._ahead} tokens ahead is more than ever comes of {most} seen and reserved.")
         self.is_initialized = True
 
     # --- what it holds ---------------------------------------------------------------------------------------------

@@ -6,9 +6,10 @@ import torch
 from torch import Tensor
 
 from .. import ops
+from ..errors import KVSparseError
 from . import staging
 from .host import HostMemory
-from .store import RaggedStore, static_zeros
+from .store import RaggedStore, copy_checked, static_zeros
 
 _CHUNK_BYTES = 64 << 20  # of a pool that is permuted at a time
 
@@ -259,9 +260,18 @@ class PagedStore:
         return {"start": self.start, "host": self.host, **{name: getattr(self, name) for name in self._TABLES}}
 
     def load(self, tensors: dict[str, Tensor]) -> None:
-        """Takes over saved tensors (as `tensors()` names them) of a store of the same shape."""
-        for name in ("host", *self._TABLES):
-            getattr(self, name).copy_(tensors[name])
+        """Takes over saved tensors (as `tensors()` names them) of a store of the same shape.
+
+        Raises:
+            KVSparseError: they cannot be those of such a store.
+        """
+        copy_checked({name: getattr(self, name) for name in ("host", *self._TABLES)}, tensors)
+        bounds = {"length": (0, self.max_capacity), "visible": (0, self.slots * self.page_size)}
+        bounds |= {"slot_page": (-1, self.pages - 1), "page_table": (-1, self.slots - 1)}
+        for name, (low, high) in bounds.items():
+            table = getattr(self, name)
+            if int(table.min()) < low or int(table.max()) > high:
+                raise KVSparseError(f"the table {name!r} points to what does not exist.")
 
     def __deepcopy__(self, memo: dict) -> "PagedStore":
         other = memo[id(self)] = object.__new__(PagedStore)

@@ -4,7 +4,7 @@ import torch
 from torch import Tensor
 
 from .. import ops
-from ..errors import UnsupportedOperationError
+from ..errors import KVSparseError, UnsupportedOperationError
 from ..policy.base import Candidates, Policy
 from ..policy.budgets import Cost
 from ..policy.scored import DroppingPolicy
@@ -171,7 +171,15 @@ class RecompressingLayer(EvictingLayer):
         queries = tensors.pop("newest_queries", None)
         super().restore(tensors, saved, device)
         self._due, self._call = saved["due"], AttentionCall(saved["scale"], saved["softcap"])
+        if not (0 < self._call.scale < 1e6 and 0 <= self._call.softcap < 1e6):
+            raise KVSparseError("the factor or the cap on the logits is none.")
+        if (queries is None) != (self.ring is None):
+            raise KVSparseError("the newest queries are missing, or not wanted.")
         if queries is not None:
+            batch, heads, width, dim = queries.shape
+            expected = (self.store.batch, self.ring.width, self.store.keys.shape[1], self.store.keys.dtype)
+            if (batch, width, dim, queries.dtype) != expected or heads % self.store.heads:
+                raise KVSparseError(f"the newest queries are {tuple(queries.shape)}, which this layer cannot have seen.")
             self.ring.buffer = static_copy(queries)
 
 

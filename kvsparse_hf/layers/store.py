@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from .. import ops
+from ..errors import KVSparseError
 from ..policy.budgets import distribute
 
 
@@ -283,11 +284,50 @@ class RaggedStore:
         return {**self._row_tensors(), **per_head}
 
     def load(self, tensors: dict[str, Tensor]) -> None:
-        """Takes over saved tensors (as `tensors()` names them) of a store with the same allocation."""
+        """Takes over saved tensors (as `tensors()` names them) of a store with the same allocation.
+
+        Raises:
+            KVSparseError: they cannot be those of such a store.
+        """
         for name, tensor in tensors.items():
             if name not in self.tensors():
+                if tensor.dim() < 1 or len(tensor) != len(self.positions):
+                    raise KVSparseError(f"the tensor {name!r} has another number of entries than there are slots.")
                 self.extra[name] = static_like(tensor.to(self.keys.device))
-            self.tensors()[name].copy_(tensor)
+        copy_checked(self.tensors(), tensors)
+        length, capacity, pinned, cursor = (getattr(self, name).cpu().long() for name in ("length", "capacity", "pinned", "cursor"))
+        starts = (self.allocated.flatten().cumsum(0) - self.allocated.flatten()).view_as(self.allocated)
+        fits = (length >= 0) & (length <= capacity) & (capacity <= self.allocated) & (self.start.cpu() == starts)
+        if not bool((fits & (pinned >= 0) & (pinned <= capacity) & (cursor >= 0) & (cursor <= capacity)).all()):
+            raise KVSparseError("the tables of the segments contradict each other.")
+
+
+def check_payload(allocated: Tensor, keys: Tensor, values: Tensor) -> None:
+    """Saved keys and values `[R, D]` must be those of segments `allocated` `[B, H]`, before anything is allocated for them.
+
+    Raises:
+        KVSparseError: they are not.
+    """
+    shapes = allocated.dim() == 2 and keys.dim() == 2 and values.dim() == 2 and len(keys) == len(values)
+    floats = keys.is_floating_point() and keys.dtype == values.dtype
+    if not (shapes and floats and not allocated.is_floating_point() and int(allocated.min()) > 0 and int(allocated.sum()) == len(keys)):
+        raise KVSparseError(f"keys {tuple(keys.shape)} and values {tuple(values.shape)} do not fill the segments that are stated.")
+
+
+def copy_checked(mine: dict[str, Tensor], given: dict[str, Tensor]) -> None:
+    """Copies saved tensors to their places.
+
+    Raises:
+        KVSparseError: one is missing, or has another shape or dtype. Nothing was copied then.
+    """
+    for name, tensor in mine.items():
+        if name not in given:
+            raise KVSparseError(f"the tensor {name!r} is missing.")
+        if (given[name].shape, given[name].dtype) != (tensor.shape, tensor.dtype):
+            found, wanted = ((tuple(t.shape), str(t.dtype).removeprefix("torch.")) for t in (given[name], tensor))
+            raise KVSparseError(f"the tensor {name!r} is {found}, not {wanted}.")
+    for name, tensor in mine.items():
+        tensor.copy_(given[name])
 
 
 def storage_bytes(tensors) -> int:

@@ -7,6 +7,8 @@ import torch
 from torch import Tensor
 
 from ... import ops
+from ...errors import KVSparseError
+from ...options import MOST
 from ...policy.reading import top_ragged
 from ..base import AttentionCall
 from ..store import RaggedStore, static_copy, static_zeros
@@ -204,6 +206,8 @@ class Selector(ABC):
     def restore(self, tensors: dict[str, Tensor], saved: dict, store: RaggedStore) -> None:
         """Takes over a saved selector, whose layer's `store` is already back."""
         self.width = saved["width"]
+        if not (isinstance(self.width, int) and 0 <= self.width <= MOST):
+            raise KVSparseError(f"a step cannot read {self.width!r} pages.")
         for name, tensor in tensors.items():
             if name not in self.STATE:
                 raise KeyError(f"unknown selector tensor {name!r}")

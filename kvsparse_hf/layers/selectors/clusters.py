@@ -5,6 +5,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
+from ...errors import KVSparseError
 from ...policy.basis import query_metric
 from ...policy.clusters import group_tokens, groups_for, kmeans
 from ...policy.reading import key_logits, masked_softmax, merge_partials, per_query_head, reduce_logits
@@ -204,3 +205,5 @@ class ClusterSelector(ZonedSelector):
     def restore(self, tensors: dict[str, Tensor], saved: dict, store: RaggedStore) -> None:
         super().restore(tensors, saved, store)
         self._used, self._metric_known = saved["used"], saved["metric_known"]
+        if len(self._used) != store.batch or not all(0 <= used <= self.size.shape[2] for used in self._used):
+            raise KVSparseError("the index states more groups than it has room for.")
