@@ -270,7 +270,8 @@ class Session:
 
     def rewind(self, seen: int) -> None:
         """Sets every clock back to `seen` tokens. Of a row that began later only padding is left."""
-        self.pad = self.pad.clamp(max=seen)
+        if bool((self.pad > seen).any()):
+            self.pad = self.pad.clamp(max=seen)
         for clock in self.clocks.values():
             clock.set(seen, self.pad)
         self._count(seen)
