@@ -216,16 +216,21 @@ class SparseLayer(DraftingLayer):
         """Every tensor this layer holds, by name."""
         return self.store.tensors() if self.store is not None else {}
 
+    @property
+    def grid(self) -> int:
+        """Of the store (see `RaggedStore`)."""
+        return 1
+
     def saved_state(self) -> dict:
         """JSON facts that `restore` needs besides `tensors()`."""
-        return {"allocated": self.store.allocated.tolist(), "grid": self.store.grid}
+        return {"allocated": self.store.allocated.tolist()}
 
     def restore(self, tensors: dict[str, Tensor], saved: dict, device: torch.device) -> None:
         """Takes over a saved layer: `tensors` as `tensors()` named them, on `device`."""
         self.device = device
         allocated = torch.tensor(saved["allocated"])
         self.check_saved(allocated, tensors["keys"], tensors["values"])
-        self.store = RaggedStore(allocated, tensors["keys"], tensors["values"], saved["grid"])
+        self.store = RaggedStore(allocated, tensors["keys"], tensors["values"], self.grid)
         self.store.load(tensors)
         self.is_initialized = True
 

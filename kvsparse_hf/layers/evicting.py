@@ -58,6 +58,10 @@ class EvictingLayer(SparseLayer):
     def can_rewind(self) -> bool:
         return not self.policy.bounded
 
+    @property
+    def grid(self) -> int:
+        return self.policy.grid
+
     def check_crop(self, first_removed: Tensor) -> None:
         if self.policy.bounded:
             raise UnsupportedOperationError(
@@ -195,7 +199,7 @@ class EvictingLayer(SparseLayer):
         least, wanted = self._sizes(kept)
         if self.store is None or not self.store.arrange(least, keys, values):
             self.store = None  # free the old buffers before the new ones are allocated
-            self.store = RaggedStore(wanted, keys, values, policy.grid)
+            self.store = RaggedStore(wanted, keys, values, self.grid)
         allocated = self.store.allocated
         capacity = torch.minimum(allocated, limit) if policy.bounded else allocated
         pinned = torch.minimum(policy.pinned(limit, kept), capacity) if policy.bounded else capacity
