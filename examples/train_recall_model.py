@@ -3,24 +3,25 @@
     python examples/train_recall_model.py --output recall-model             # one GPU, under ten minutes
     python examples/train_recall_model.py --output small --tiny             # a laptop, to see that it learns
 
-Batches are drawn on the device, so nothing is read. Texts are short at first, and grow whenever the model is right about
-those of the present length: it finds out how to look things up where there is little to look through, and a model that is
-given long texts before it did never does. Prints the share of exactly right answers with the full cache.
+Batches are drawn on the device, so nothing is read. First the model learns to repeat spans of random words, of another length
+in each batch: that takes it hundreds of steps, and without it thousands do not teach it to look anything up. Then come facts
+and chains, short at first; they grow whenever the model is right about those of the present length. Prints the share of
+exactly right answers with the full cache.
 """
 
 import argparse
 import math
 import random
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
 from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from kvsparse_hf.recall.tasks import ASK, Batch, chains_batch, facts_batch
-from kvsparse_hf.recall.vocabulary import IDS, WORDS, make_tokenizer
+from kvsparse_hf.recall.tasks import ASK, IGNORED, Batch, chains_batch, facts_batch
+from kvsparse_hf.recall.vocabulary import IDS, SPECIAL, WORDS, make_tokenizer
 
 
 @dataclass(frozen=True)
@@ -40,8 +41,9 @@ class Plan:
     rate: float = 1.5e-3
 
 
-TINY = Plan(hidden=128, layers=3, length=96, steps=4, tokens=2_048)
+TINY = Plan(hidden=128, layers=3, length=96, steps=4, tokens=2_048, rate=2e-3)
 TASKS = ("facts", "chains")
+SPAN = (5, 25)  # words that are repeated
 
 
 class Curriculum:
@@ -79,6 +81,16 @@ def make_model(plan: Plan) -> LlamaForCausalLM:
         pad_token_id=IDS["<pad>"],
     )
     return LlamaForCausalLM(config)
+
+
+def copies_batch(plan: Plan, generator: torch.Generator, device: torch.device) -> Batch:
+    """Random words, twice: the second time they follow from the first."""
+    words = random.randint(*SPAN)
+    rows = max(1, plan.tokens // (2 * words))
+    ids = torch.randint(len(SPECIAL), len(WORDS), (rows, words), generator=generator, device=device).repeat(1, 2)
+    labels = ids.clone()
+    labels[:, : words + 1] = IGNORED
+    return Batch(ids, labels)
 
 
 def draw_batch(plan: Plan, task: str, reach: float, generator: torch.Generator, device: torch.device) -> Batch:
@@ -132,14 +144,18 @@ def train(plan: Plan, minutes: float, device: torch.device, seed: int) -> LlamaF
     groups = [{"params": decayed, "weight_decay": 0.05}, {"params": others, "weight_decay": 0.0}]
     optimizer = torch.optim.AdamW(groups, lr=plan.rate, betas=(0.9, 0.98), fused=device.type == "cuda")
     generator = torch.Generator(device).manual_seed(seed)
-    curricula = {task: Curriculum() for task in TASKS}
+    curricula = {"copies": Curriculum(start=1.0), **{task: Curriculum() for task in TASKS}}
+    knows_copies = False
     begin, step = time.perf_counter(), 0
     while (done := (time.perf_counter() - begin) / (60 * minutes)) < 1:
         rate = plan.rate * min(1.0, (step + 1) / 200) * (1.0 if done < 0.5 else max(0.02, 2 - 2 * done))
         for group in optimizer.param_groups:
             group["lr"] = rate
-        task = TASKS[step % 2]
-        batch = draw_batch(plan, task, curricula[task].reach, generator, device)
+        task = TASKS[step % 2] if knows_copies else "copies"
+        if knows_copies:
+            batch = draw_batch(plan, task, curricula[task].reach, generator, device)
+        else:
+            batch = copies_batch(plan, generator, device)
         with torch.autocast(device.type, torch.bfloat16, enabled=device.type == "cuda"):
             loss, right = loss_of(model, batch)
         optimizer.zero_grad(set_to_none=True)
@@ -148,6 +164,7 @@ def train(plan: Plan, minutes: float, device: torch.device, seed: int) -> LlamaF
         optimizer.step()
         if step % 10 < 2:  # one of each task; reading it waits for the device
             curricula[task].see(float(right))
+            knows_copies = knows_copies or curricula["copies"].right > curricula["copies"].good
         if step % 200 == 1:
             reached = (f"{name} {c.reach:5.1%} of the length, right {c.right:.3f}" for name, c in curricula.items())
             print(f"step {step:6d} {done:4.0%}  loss {float(loss.detach()):.4f}  ", *reached, flush=True)
@@ -161,11 +178,15 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--output", type=Path, required=True, help="folder for the model and its tokenizer")
     parser.add_argument("--minutes", type=float, default=9.0)
+    parser.add_argument("--length", type=int, help="tokens of the longest text of facts")
+    parser.add_argument("--steps", type=int, help="of the longest chain")
     parser.add_argument("--tiny", action="store_true", help="short texts and a smaller model, for a CPU")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     arguments = parser.parse_args()
-    plan, device = TINY if arguments.tiny else Plan(), torch.device(arguments.device)
+    device = torch.device(arguments.device)
+    given = {name: value for name in ("length", "steps") if (value := getattr(arguments, name)) is not None}
+    plan = replace(TINY if arguments.tiny else Plan(), **given)
     model = train(plan, arguments.minutes, device, arguments.seed).to(torch.bfloat16)
     print("exactly right, bfloat16 weights:", exact(model, plan, arguments.seed + 2, device))
     model.save_pretrained(arguments.output)

@@ -28,7 +28,7 @@ def test_chains_can_be_solved(steps):
         for at in (i for i, word in enumerate(words) if word == "let"):
             name, operand, sign, change = words[at + 1 : at + 5]
             base = value[operand]
-            value[name] = (base + (int(change) if sign == "+" else -int(change))) % 100
+            value[name] = (base + (int(change) if sign == "+" else -int(change))) % 10
             solution += [name, operand, sign, change, ":", str(base), "=", name, str(value[name]), "."]
         assert words[-1] == "solve" and question.answer.split() == solution
         assert len(value) == steps + 1

@@ -7,7 +7,7 @@ facts   Pairs of a name and a number among other words; asked for one name, the 
         The number follows from a decode step (the repeated name), so the cache must still hold it, wherever it stood.
 
 chains  Definitions that lean on earlier ones, and their solution step by step. Every step reads its definition and the
-        result of an earlier step, often a long way back:
+        result of an earlier step, often a long way back; sums are modulo 10:
 
             let bado none + 7 ... let kalo bado - 3 ... solve bado none + 7 : 0 = bado 7 . kalo bado - 3 : 7 = kalo 4 . ...
 """
@@ -25,6 +25,7 @@ from .vocabulary import FILLER, IDS, NAMES, NUMBERS, WORDS
 TASKS = ("facts", "chains")
 IGNORED = -100
 FACT, DEFINITION, STEP = 3, 5, 10  # tokens of a fact, a definition and a step of a solution
+MODULUS = 10  # of the sums in a chain: what is to be hard is to find the earlier result
 ASK = 5  # tokens of a question and its answer: ? name => name number
 
 _NUMBER, _NAME, _FILLER = IDS[NUMBERS[0]], IDS[NAMES[0]], IDS[FILLER[0]]
@@ -82,7 +83,7 @@ def chains_batch(batch: int, steps: int, filler: int, generator: torch.Generator
         if step > 1:  # two that lean on nothing
             leans[:, step] = _random(batch, 1, step, generator, device)[:, 0]
             base[:, step] = value.gather(1, leans[:, step : step + 1])[:, 0]
-        value[:, step] = (base[:, step] + torch.where(minus[:, step] == 1, -change[:, step], change[:, step])) % 100
+        value[:, step] = (base[:, step] + torch.where(minus[:, step] == 1, -change[:, step], change[:, step])) % MODULUS
     operand = torch.where(leans < 0, IDS["none"], names.gather(1, leans.clamp(min=0)))
     sign = torch.where(minus == 1, IDS["-"], IDS["+"])
     word = {mark: torch.full_like(names, IDS[mark]) for mark in ("let", ":", "=", ".", "solve")}
