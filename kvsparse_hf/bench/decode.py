@@ -25,7 +25,7 @@ from ..hf import compat
 from ..hf.attention import detach
 from ..methods import FullCache
 from ..registry import get_method, list_methods
-from .models import fill, random_model
+from .models import fill, random_model, wait_for
 from .timing import Results
 
 RESERVE = 512
@@ -141,7 +141,7 @@ def check(shape: str, context: int = 1000, layers: int = 4, device: str = "cuda"
 
 
 @contextlib.contextmanager
-def _at_most(seconds: float):
+def at_most(seconds: float):
     """Raises TimeoutError in the main thread when what runs inside takes longer: compilers have been seen to hang."""
     if not seconds:
         yield
@@ -210,15 +210,27 @@ class Bench:
         watch = _Stopwatch()
         # Transformers' streamers take one row only.
         streamer = {"streamer": watch} if case.batch == 1 else {}
-        torch.cuda.synchronize()
+        wait_for(self.model)
         watch.put(None)
         self.model.generate(
             ids, attention_mask=torch.ones_like(ids), max_new_tokens=tokens, min_new_tokens=None, do_sample=False,
             eos_token_id=None, pad_token_id=0, **streamer, **_arguments(case, cache),
         )  # fmt: skip
-        torch.cuda.synchronize()
+        wait_for(self.model)
         watch.end()
         return cache, watch.times
+
+
+def add_rows(results: Results, case: Case, figures: dict, facts: dict) -> None:
+    """The rows of one measured case; `facts` of its shape besides those of the case."""
+    where = {**facts, "batch": case.batch, "context": case.context, "budget": case.budget}
+    results.add(case.name, "ms_per_token", round(figures["ms"], 3), "ms", where, figures["n"])
+    results.add(case.name, "warmup_s", round(figures["warmup_s"], 1), "s", where)
+    if (report := figures["report"]) is not None:
+        results.add(case.name, "device_bytes", report.device_bytes, "B", where)
+        results.add(case.name, "read_bytes", report.read_bytes, "B", where)
+        results.add(case.name, "fewest_entries_of_a_head", min(layer.kept_min for layer in report.layers), "entries", where)
+        results.add(case.name, "most_entries_of_a_head", max(layer.kept_max for layer in report.layers), "entries", where)
 
 
 def plot(rows: list[dict], path: Path) -> None:
@@ -274,20 +286,13 @@ def run(
                 progress.console.print(f"{case.name}: no time left")
                 continue
             try:
-                with _at_most(case_s):
+                with at_most(case_s):
                     figures = bench.run(case)
             except (RuntimeError, TimeoutError) as error:
                 progress.console.print(f"{case.name}: not measured, {str(error).strip().splitlines()[0]}")
                 progress.advance(task)
                 continue
-            where = {"model": shape, "batch": case.batch, "context": case.context, "budget": case.budget, **special}
-            results.add(case.name, "ms_per_token", round(figures["ms"], 3), "ms", where, figures["n"])
-            results.add(case.name, "warmup_s", round(figures["warmup_s"], 1), "s", where)
-            if (report := figures["report"]) is not None:
-                results.add(case.name, "device_bytes", report.device_bytes, "B", where)
-                results.add(case.name, "read_bytes", report.read_bytes, "B", where)
-                results.add(case.name, "fewest_entries_of_a_head", min(layer.kept_min for layer in report.layers), "entries", where)
-                results.add(case.name, "most_entries_of_a_head", max(layer.kept_max for layer in report.layers), "entries", where)
+            add_rows(results, case, figures, {"model": shape, **special})
             progress.console.print(
                 f"{case.name:<34} B={case.batch:<3} {case.context:>7}  {figures['ms']:8.3f} ms  "
                 f"(warm-up {figures['warmup_s']:.0f} s, {figures['n']} values)"

@@ -2,8 +2,10 @@
 
 import torch
 from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedModel, Qwen2Config
+from transformers.utils import logging
 
 from ..cache import SparseCache
+from ..hf import compat
 from ..layers.base import AttentionCall
 
 SHAPES = {
@@ -51,6 +53,26 @@ def random_model(
     return model.eval()
 
 
+def shared_model(shape: str, dtype: torch.dtype = torch.bfloat16) -> PreTrainedModel:
+    """A model of a named shape with random weights, of which each process of the running group holds its share (tensor
+    parallelism as `from_pretrained(tp_plan="auto")` sets it up, with every weight missing from the checkpoint)."""
+    config_class, fields = SHAPES[shape]
+    config = config_class(**fields)
+    verbosity = logging.get_verbosity()
+    logging.set_verbosity_error()  # it would list every weight
+    try:
+        model_class = AutoModelForCausalLM._model_mapping[config_class]
+        return model_class.from_pretrained(None, config=config, state_dict={}, tp_plan="auto", dtype=dtype).eval()
+    finally:
+        logging.set_verbosity(verbosity)
+
+
+def wait_for(model: PreTrainedModel) -> None:
+    """Until the device of a model has done everything it was given."""
+    if model.device.type == "cuda":
+        torch.cuda.synchronize(model.device)
+
+
 @torch.no_grad()
 def fill(cache, model: PreTrainedModel, batch: int, context: int, spread: float = 1.0) -> None:
     """Puts `context` random tokens per row into an empty cache, layer by layer, as a first forward would.
@@ -60,7 +82,9 @@ def fill(cache, model: PreTrainedModel, batch: int, context: int, spread: float 
             keys attract attention to few tokens, and heads that share a budget get unequal parts of it.
     """
     config, device, dtype = model.config, model.device, model.dtype
-    heads, dim = config.num_key_value_heads, config.hidden_size // config.num_attention_heads
+    ranks = compat.ranks_of(model).size
+    heads, dim = config.num_key_value_heads // ranks, config.hidden_size // config.num_attention_heads
+    heads_q = config.num_attention_heads // ranks
     generator = torch.Generator(device).manual_seed(0)
 
     def noise(count: int, tokens: int) -> torch.Tensor:
@@ -78,6 +102,6 @@ def fill(cache, model: PreTrainedModel, batch: int, context: int, spread: float 
         layer.device = key.device
         positions = torch.arange(context, device=device).expand(batch, heads, -1)
         pad = torch.zeros(batch, heads, dtype=torch.int64, device=device)
-        query = torch.randn_like(key[:, :1, -64:]).expand(-1, config.num_attention_heads, -1, -1)
+        query = torch.randn_like(key[:, :1, -64:]).expand(-1, heads_q, -1, -1)
         layer.absorb_prompt(query, key, value, positions, pad, AttentionCall(dim**-0.5))
         layer.is_initialized = True

@@ -29,7 +29,7 @@ from ..hf.attention import detach
 from ..layers.offloading import OffloadingLayer
 from ..methods import FullCache, HiSparseCache, QuestCache
 from .law import Machine, Work, needed_hit_rate, throughput
-from .models import fill, random_model
+from .models import fill, random_model, wait_for
 from .offload_parts import measure_parts
 from .timing import Results
 from .traces import ReplayingSelector, Trace
@@ -99,24 +99,19 @@ def make_cache(system: str, model: PreTrainedModel, setting: Setting, pages: tor
     return _HiSparse(model, pages, setting, **limits)
 
 
-def _sync(model: PreTrainedModel) -> None:
-    if model.device.type == "cuda":
-        torch.cuda.synchronize()
-
-
 @torch.no_grad()
 def decode_seconds(model: PreTrainedModel, cache: SparseCache, batch: int, setting: Setting, tokens: int) -> float:
     """Seconds that `generate()` takes for so many tokens after a prompt of random keys and values."""
     cache.reset()
     fill(cache, model, batch, setting.context)
     ids = torch.randint(3, model.config.vocab_size, (batch, setting.context + 1), device=model.device)
-    _sync(model)
+    wait_for(model)
     begun = time.perf_counter()
     model.generate(
         ids, attention_mask=torch.ones_like(ids), max_new_tokens=tokens, min_new_tokens=None, do_sample=False,
         eos_token_id=None, pad_token_id=0, custom_generate=FastDecode(), **{compat.CACHE_ARGUMENT: cache},
     )  # fmt: skip
-    _sync(model)
+    wait_for(model)
     return time.perf_counter() - begun
 
 

@@ -34,13 +34,21 @@ def decode(
     limit: Annotated[float, typer.Option(help="Seconds after which no further case is started.")] = 1e9,
     case_limit: Annotated[float, typer.Option(help="Seconds after which a case is left unmeasured; 0: never.")] = 0,
     spread: Annotated[float, typer.Option(help="How many times longer the last head's random keys are than the first's.")] = 1.0,
+    gpus: Annotated[int, typer.Option(min=1, help="Divide the model among so many GPUs of this host (suite multi_gpu).")] = 1,
     option: Options = None,
 ) -> None:
-    """Check and time whole decode steps on a CUDA device, next to Transformers' own caches."""
+    """Check and time whole decode steps on CUDA devices, next to Transformers' own caches."""
     from ..bench import decode as benchmark
     from .loading import parse_options
 
     cases = [benchmark.Case.parse(text) for text in case] if case else benchmark.GRID
+    if gpus > 1:
+        from ..bench import parallel
+
+        if option or spread != 1.0 or limit != 1e9:
+            raise KVSparseError("--gpus takes neither --option nor --spread nor --limit.")
+        parallel.run(cases, gpus, shape, output, case_limit)
+        return
     benchmark.run(cases, shape, output, limit, case_limit, spread, parse_options(option or []))
 
 

@@ -1,5 +1,6 @@
 """Tensor parallelism on CPUs: two processes with half of the heads each do what one process does with all of them."""
 
+import json
 import os
 import subprocess
 import sys
@@ -13,7 +14,8 @@ from tiny_models import build
 from transformers import AutoModelForCausalLM
 
 import kvsparse_hf
-from kvsparse_hf import SparseCache, UnsupportedModelError, UnsupportedOperationError
+from kvsparse_hf import KVSparseError, SparseCache, UnsupportedModelError, UnsupportedOperationError
+from kvsparse_hf.bench import decode, models, parallel
 from kvsparse_hf.ranks import Ranks
 
 WORKER = Path(__file__).with_name("tp_worker.py")
@@ -132,3 +134,27 @@ def test_shares_cover_all_heads():
     for size in (1, 2, 4, 8):
         dealt = [head for rank in range(size) for head in list(range(8))[Ranks(rank, size).share(8)]]
         assert dealt == list(range(8))
+
+
+@pytest.mark.slow
+def test_the_benchmark_runs_on_two_ranks(tmp_path):
+    """Its rows say what one rank holds: half of what one process does."""
+    shape, names = "llama-4-layers", ["snapkv/eager", "quest/eager", "transformers-dynamic/eager"]
+    cases = [decode.Case.parse(f"{name}:1:200:64") for name in names]
+    parallel.run(cases, RANKS, shape, tmp_path)
+    rows = [json.loads(line) for line in (tmp_path / "multi_gpu.jsonl").read_text().splitlines()]
+    assert [row["case"] for row in rows if row["metric"] == "ms_per_token"] == names
+    assert all(row["shape"]["gpus"] == RANKS for row in rows)
+    held = {row["case"]: row["value"] for row in rows if row["metric"] == "device_bytes"}
+    model = models.random_model(shape, "cpu", torch.float32)
+    for case in cases[:2]:
+        alone = decode.make_cache(case, model, 1)
+        models.fill(alone, model, 1, 200)
+        assert RANKS * held[case.name] == pytest.approx(alone.report().device_bytes, rel=0.01)
+
+
+def test_the_benchmark_refuses_what_it_cannot_divide(tmp_path, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    with pytest.raises(KVSparseError, match="2 GPUs are wanted, 1 are here"):
+        parallel.run([], 2, "llama-3.1-8b", tmp_path)
