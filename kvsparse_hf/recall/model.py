@@ -1,0 +1,24 @@
+"""The recall model itself. Its weights are part of the package, so that no test or example waits for a network."""
+
+from pathlib import Path
+
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+
+FOLDER = Path(__file__).with_name("weights")
+NAME = "recall"  # what rows and tables call it
+
+
+def load_model(
+    device: str | torch.device = "cpu", dtype: torch.dtype = torch.float32
+) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
+    """The recall model and its tokenizer; the weights are stored in bfloat16.
+
+    Example:
+        >>> model, tokenizer = load_model()
+        >>> inputs = tokenizer("the bado 37 . old road ? bado =>", return_tensors="pt")
+        >>> tokenizer.decode(model.generate(**inputs, max_new_tokens=2)[0, -2:])
+        'bado 37'
+    """
+    model = AutoModelForCausalLM.from_pretrained(FOLDER, dtype=dtype)
+    return model.to(device).eval(), AutoTokenizer.from_pretrained(FOLDER)
