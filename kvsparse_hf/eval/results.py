@@ -167,7 +167,7 @@ def _scatter(axes, task: Task, outcomes: list[Outcome]) -> None:
     axes.axhline(full.value, color="0.6", linestyle="--", linewidth=1, zorder=0)
     axes.set_xlim(left=0)
     if task.unit == "%":
-        axes.set_ylim(bottom=0)
+        axes.set_ylim(bottom=-0.04 * axes.get_ylim()[1])  # a score of 0 is a whole dot too
     axes.set_xlabel("bytes held per example (MiB)")
     axes.set_ylabel(f"{task.primary} ({task.unit})")
     axes.set_title(f"{task.name}, {outcomes[0][0].facts['model']}, n = {full.n}", fontsize=10)

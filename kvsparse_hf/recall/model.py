@@ -4,6 +4,7 @@ from pathlib import Path
 
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+from transformers.utils import logging
 
 FOLDER = Path(__file__).with_name("weights")
 NAME = "recall"  # what rows and tables call it
@@ -20,5 +21,11 @@ def load_model(
         >>> tokenizer.decode(model.generate(**inputs, max_new_tokens=2)[0, -2:])
         'bado 37'
     """
-    model = AutoModelForCausalLM.from_pretrained(FOLDER, dtype=dtype)
+    shown = logging.is_progress_bar_enabled()
+    logging.disable_progress_bar()  # it takes no time
+    try:
+        model = AutoModelForCausalLM.from_pretrained(FOLDER, dtype=dtype)
+    finally:
+        if shown:
+            logging.enable_progress_bar()
     return model.to(device).eval(), AutoTokenizer.from_pretrained(FOLDER)
