@@ -1,9 +1,10 @@
 """The same task for the recall model: a name and its number, among others, at some depth of a text."""
 
+from ..recall.model import LENGTH
 from ..recall.tasks import ASK, make_questions
 from .passkey import Trial
 
-TEXT_TOKENS = 1536
+TEXT_TOKENS = 3 * LENGTH // 4
 _DRAWN = 24  # questions per depth, of which the nearest is taken
 
 

@@ -8,6 +8,7 @@ from transformers.utils import logging
 
 FOLDER = Path(__file__).with_name("weights")
 NAME = "recall"  # what rows and tables call it
+LENGTH, STEPS = 2048, 40  # the longest texts of facts and chains that it was trained on
 
 
 def load_model(

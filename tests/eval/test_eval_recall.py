@@ -10,7 +10,7 @@ from kvsparse_hf.cli import app
 from kvsparse_hf.eval import get_task, list_tasks
 from kvsparse_hf.eval.command import Request, run
 from kvsparse_hf.eval.tasks import Setting
-from kvsparse_hf.recall import load_model, make_tokenizer
+from kvsparse_hf.recall import LENGTH, STEPS, load_model, make_tokenizer
 
 QUEST, SNAPKV, STREAMING = "quest-1024:budget=0.125", "snapkv-512:budget=0.125", "streaming-llm-512:budget=0.125"
 OFFLOAD, H2O = "tiered-50:recent=16", "h2o-20:budget=0.5"
@@ -24,7 +24,7 @@ def scores(output, options, presets):
 
 
 def test_facts_at_an_eighth_of_the_prompt(tmp_path):
-    found = scores(tmp_path, ("tasks=facts", "lengths=1024", "samples=48"), (QUEST, SNAPKV, STREAMING))
+    found = scores(tmp_path, ("tasks=facts", f"lengths={LENGTH // 2}", "samples=32"), (QUEST, SNAPKV, STREAMING))
     exact = {name: summary.scores["exact"].value for name, summary in found.items()}
     assert exact["full"] >= 98 and exact[QUEST] >= 95
     old = [score for (_, depth), score in found[STREAMING].cells.items() if depth < 0.75]
@@ -35,7 +35,7 @@ def test_facts_at_an_eighth_of_the_prompt(tmp_path):
 
 
 def test_chains_with_half_of_the_tokens_elsewhere(tmp_path):
-    found = scores(tmp_path, ("tasks=chains", "steps=12", "samples=32"), (OFFLOAD, EVICT, H2O))
+    found = scores(tmp_path, ("tasks=chains", f"steps={STEPS // 4}", "samples=32"), (OFFLOAD, EVICT, H2O))
     exact = {name: summary.scores["exact"].value for name, summary in found.items()}
     assert exact["full"] >= 98 and exact[OFFLOAD] == exact["full"]
     assert found[OFFLOAD].scores["words"] == found["full"].scores["words"]

@@ -9,6 +9,7 @@ from typing import Any
 from pydantic import Field, field_validator
 
 from ...errors import KVSparseError, suggest
+from ...recall.model import LENGTH, STEPS
 from ...recall.tasks import STEP, TASKS, Question, make_questions
 from .base import Answer, Example, Setting, Task, TaskOptions
 
@@ -20,9 +21,9 @@ class RecallOptions(TaskOptions):
 
     tasks: tuple[str, ...] = Field(TASKS, min_length=1, description="facts, chains or both")
     lengths: tuple[int, ...] = Field(
-        (1024,), min_length=1, description="tokens of the texts of facts; 2,048 in training"
+        (LENGTH // 2,), min_length=1, description=f"tokens of the texts of facts; at most {LENGTH:,} in training"
     )
-    steps: int = Field(12, ge=1, le=400, description="steps of a chain; 40 in training")
+    steps: int = Field(STEPS // 4, ge=1, le=400, description=f"steps of a chain; at most {STEPS} in training")
     samples: int = Field(64, ge=1, description="questions of each kind and length")
 
     @field_validator("tasks", "lengths", mode="before")
