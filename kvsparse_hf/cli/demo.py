@@ -24,7 +24,12 @@ from .loading import choose_device, choose_dtype, load_model, parse_value, token
 
 def demo(
     model: Annotated[
-        str | None, Option("--model", "-m", help="Folder or Hub name of a chat model. Default: SmolLM2-135M-Instruct.")
+        str | None,
+        Option(
+            "--model",
+            "-m",
+            help="Folder or Hub name of a chat model. Default: SmolLM2-135M-Instruct; the recall model where it cannot be had.",
+        ),
     ] = None,
     budget: Annotated[
         str, Option(help="Of the two sparse caches: entries per KV head, a share (0.2) or a size (8MiB).")
