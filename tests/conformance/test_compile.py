@@ -6,7 +6,7 @@ import pytest
 import torch
 import torch._dynamo
 from helpers import dense, generate, kept_in_all_layers, left_pad, tokens
-from methods import ALL, AMPLE, METHODS
+from methods import ALL, AMPLE, METHODS, only, quick_where
 from tiny_models import build
 from torch._dynamo.backends.debugging import aot_eager
 from transformers.generation import CompileConfig
@@ -101,7 +101,7 @@ def test_second_turn_under_compile(case):
     assert torch.equal(generate(model, whole, eager, 10), second)
 
 
-@by_core
+@pytest.mark.parametrize("case", only([ALL["full"], ALL["snapkv"], ALL["streaming"]], quick_where(lambda case: case is ALL["snapkv"])))
 def test_chunked_prefill_under_compile(case):
     model = build()
     expected = generate(model, tokens(40), case.make(model), 12, prefill_chunk_size=16)

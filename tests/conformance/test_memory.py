@@ -17,7 +17,7 @@ from helpers import (
     tensors_of,
     tokens,
 )
-from methods import BUDGET, EVICTING, METHODS
+from methods import BUDGET, CORE, EVICTING, METHODS, only, quick_where
 from tiny_models import build
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -153,11 +153,15 @@ def test_no_prompt_tensor_stays_alive(case):
     assert len(seen) == 16 and all(reference.expired() for reference in seen)
 
 
-@evicting
-@pytest.mark.parametrize("rows", [(LENGTH,), (LENGTH, 250)], ids=["one", "padded"])
+ROWS = {"one": (LENGTH,), "padded": (LENGTH, 250)}
+
+
+@pytest.mark.parametrize(
+    "case, rows", only(EVICTING, quick_where(lambda case, rows: rows == "one" or case in CORE, list(ROWS)))
+)
 def test_peak_of_a_prompt(case, rows):
     """Over a forward without a cache, a prompt needs the compressed cache and two dense layers; a dense cache needs all eight."""
-    model = _model()
+    model, rows = _model(), ROWS[rows]
     ids, mask = left_pad([tokens(length, seed=length) for length in rows])
     layer = 2 * len(rows) * LENGTH * HEADS * DIM * 4
     floor = _peak(model, ids)
@@ -168,7 +172,7 @@ def test_peak_of_a_prompt(case, rows):
     assert _peak(model, ids, reference) > floor + held + 2 * layer  # the measurement can fail
 
 
-@evicting
+@pytest.mark.parametrize("case", only(EVICTING, quick_where(lambda case: case in CORE)))
 def test_peak_of_a_second_prompt_after_reset(case):
     model = _model()
     mine = case.make(model, 32, reserve=1)
