@@ -6,12 +6,15 @@ import pytest
 import torch
 import torch._dynamo
 from helpers import dense, generate, kept_in_all_layers, left_pad, tokens
-from methods import ALL, AMPLE, METHODS, only, quick_where
+from methods import ALL, AMPLE, only, quick_where
 from tiny_models import build
 from torch._dynamo.backends.debugging import aot_eager
 from transformers.generation import CompileConfig
 
-by_method = pytest.mark.parametrize("case", METHODS, ids=lambda case: case.id)
+# Variants whose step differs from that of their method; the steps of the others hold other numbers, and are in the slow run.
+OTHER_STEPS = ("snapkv-cachepos", "snapkv-quantize", "quest-per-head", "sparq-channels", "retrieval-flat", "hisparse-loki",
+               "hisparse-ivf", "cla-quest")  # fmt: skip
+by_method = pytest.mark.parametrize("case", quick_where(lambda case: not case.variant or case.id in OTHER_STEPS))
 by_core = pytest.mark.parametrize("case", [ALL["full"], ALL["snapkv"], ALL["streaming"]], ids=lambda case: case.id)
 
 
