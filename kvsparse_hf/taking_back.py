@@ -104,6 +104,8 @@ class TakingBack:
 
     def _take_drafts(self, count: int) -> None:
         """Decodes the first `count` of the tokens held back, for good, and drops the others."""
+        if not self.session.held:
+            return  # as at every step of a beam search, which is not to ask for room again
         self.session.held = 0
         for index in range(count):
             self._step_prepared = False

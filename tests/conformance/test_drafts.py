@@ -328,3 +328,15 @@ def test_the_returned_cache_of_an_assisted_run(case):
     expected = generate(model, ids, plain(case, model, BUDGET), 12, return_dict_in_generate=True, output_logits=True)
     assert torch.equal(out.sequences, expected.sequences)
     torch.testing.assert_close(torch.stack(out.logits), torch.stack(expected.logits), atol=1e-4, rtol=0)
+
+
+@evicting
+def test_rows_that_change_places_ask_for_no_room(case):
+    """A beam search reorders at every step, and asking how many steps still fit waits for the device."""
+    model = build()
+    mine = case.make(model)
+    generate(model, tokens(30, 2), mine, 4)
+    mine.prepare_decode()
+    room = mine._room
+    mine.reorder_cache(torch.tensor([1, 0]))
+    assert room is not None and mine._room == room
