@@ -53,7 +53,7 @@ class Curriculum:
         start: the first share; factor: by how much it grows when a share `good` of the answers' tokens was right lately.
     """
 
-    def __init__(self, start: float = 0.03, factor: float = 1.15, good: float = 0.98):
+    def __init__(self, start: float = 0.03, factor: float = 1.15, good: float = 0.94):
         self.reach, self.factor, self.good = start, factor, good
         self.right = 0.0
 

@@ -54,7 +54,7 @@ def save_cache(cache, folder: Path) -> None:
 
     Under tensor parallelism every rank writes its own heads, to a folder in `folder`.
     """
-    folder = _of_rank(folder, cache.binding.ranks)
+    whole, folder = folder, _of_rank(folder, cache.binding.ranks)
     tensors, layers = {}, []
     for index, layer in enumerate(cache.layers):
         state, meta = _layer_state(layer, index)
@@ -74,6 +74,7 @@ def save_cache(cache, folder: Path) -> None:
         "tensors": sorted(tensors),
         "sha256": hashlib.sha256(blob).hexdigest(),
     }
+    _remove_other_ranks(whole, cache.binding.ranks)
     folder.mkdir(parents=True, exist_ok=True)
     (folder / _TENSORS).write_bytes(blob)
     (folder / _META).write_text(json.dumps(meta, indent=1), encoding="utf-8")
@@ -130,6 +131,18 @@ def load_cache(folder: Path, model, device: torch.device | str | None):
 
 def _of_rank(folder: Path, ranks: Ranks) -> Path:
     return folder if ranks.size == 1 else folder / f"rank-{ranks.rank}-of-{ranks.size}"
+
+
+def _remove_other_ranks(folder: Path, ranks: Ranks) -> None:
+    """Removes what another number of processes saved there before, which would be taken for a part of this cache."""
+    if ranks.rank:
+        return
+    for old in (folder, *folder.glob("rank-*-of-*")):
+        if old != _of_rank(folder, ranks) and not (ranks.size > 1 and old.name.endswith(f"-of-{ranks.size}")):
+            for name in (_META, _TENSORS):
+                (old / name).unlink(missing_ok=True)
+            if old != folder and not any(old.iterdir()):
+                old.rmdir()
 
 
 def _check_ranks(folder: Path, ranks: Ranks) -> None:

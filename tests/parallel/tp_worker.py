@@ -1,6 +1,8 @@
 """One rank of `test_tensor_parallel.py`: runs every method on its share of the heads, and leaves what it found in files.
 
-    torchrun --nproc_per_node 2 tp_worker.py MODEL OUTPUT
+    torchrun --nproc_per_node 2 tp_worker.py MODEL OUTPUT DTYPE NEW
+
+Where there are GPUs, each rank is on its own.
 """
 
 import os
@@ -17,43 +19,46 @@ from transformers import AutoModelForCausalLM  # noqa: E402
 import kvsparse_hf  # noqa: E402
 from kvsparse_hf import KVSparseError, SparseCache  # noqa: E402
 
-NEW = 12
 RANKS = int(os.environ.get("WORLD_SIZE", "1"))
 RANK = int(os.environ.get("RANK", "0"))
 
 
-def prompts():
-    return left_pad([tokens(40), tokens(25, seed=3)])
+def prompts(model):
+    return [part.to(model.device) for part in left_pad([tokens(40), tokens(25, seed=3)])]
 
 
-def run(cache, model, new: int = NEW) -> dict:
-    ids, mask = prompts()
+def outcome(ids, cache) -> dict:
+    return {"tokens": ids.cpu(), "kept": kept_in_all_layers(cache), "bytes": cache.report().device_bytes}
+
+
+def run(cache, model, new: int) -> dict:
+    ids, mask = prompts(model)
     out = generate(model, ids, cache, new, attention_mask=mask, disable_compile=True)
-    return {"tokens": out, "kept": kept_in_all_layers(cache), "bytes": cache.report().device_bytes}
+    return outcome(out, cache)
 
 
-def second_turn(cache, model) -> dict:
+def second_turn(cache, model, new: int) -> dict:
     """Heads that hold unequal numbers of tokens meet a turn that compresses again."""
-    ids, mask = prompts()
-    first = generate(model, ids, cache, NEW, attention_mask=mask, disable_compile=True)
-    ids = torch.cat((ids, first, tokens(9, 2, seed=8)), dim=1)
-    mask = torch.cat((mask, mask.new_ones(2, NEW + 9)), dim=1)
-    out = generate(model, ids, cache, NEW, attention_mask=mask, disable_compile=True)
-    return {"tokens": out, "kept": kept_in_all_layers(cache), "bytes": cache.report().device_bytes}
+    ids, mask = prompts(model)
+    first = generate(model, ids, cache, new, attention_mask=mask, disable_compile=True)
+    ids = torch.cat((ids, first, tokens(9, 2, seed=8).to(ids.device)), dim=1)
+    mask = torch.cat((mask, mask.new_ones(2, new + 9)), dim=1)
+    out = generate(model, ids, cache, new, attention_mask=mask, disable_compile=True)
+    return outcome(out, cache)
 
 
 def zipped(model) -> dict:
-    ids, mask = prompts()
+    ids, mask = prompts(model)
     cache = kvsparse_hf.KVzipCache(model, budget=0.4, chunk_size=16)
     cache.compress(model, {"input_ids": ids, "attention_mask": mask})
-    return {"tokens": ids, "kept": kept_in_all_layers(cache), "bytes": cache.report().device_bytes}
+    return outcome(ids, cache)
 
 
-def saved(model, output: Path) -> dict:
+def saved(model, output: Path, new: int) -> dict:
     """Saves on all ranks, loads, and goes on."""
-    ids, mask = prompts()
+    ids, mask = prompts(model)
     cache = kvsparse_hf.AdaKVCache(model, budget=12, window=4, kernel=3)
-    generate(model, ids, cache, NEW, attention_mask=mask, disable_compile=True)
+    generate(model, ids, cache, new, attention_mask=mask, disable_compile=True)
     cache.save(output / "saved")
     loaded = SparseCache.load(output / "saved", model)
     one = kvsparse_hf.FullCache(model)
@@ -65,15 +70,16 @@ def saved(model, output: Path) -> dict:
     return {"kept": kept_in_all_layers(loaded) == kept_in_all_layers(cache), "refusal": refusal, "method": one.method}
 
 
-def main(model: str, output: Path) -> None:
+def main(model: str, output: Path, dtype: str, new: str) -> None:
     torch.set_num_threads(1)
     torch.set_grad_enabled(False)
-    divided = {"tp_plan": "auto"} if RANKS > 1 else {}
-    loaded = AutoModelForCausalLM.from_pretrained(model, **divided).eval()
-    found = {case.id: run(case.make(loaded), loaded) for case in METHODS}
+    where = {"tp_plan": "auto"} if RANKS > 1 else {"device_map": "cuda" if torch.cuda.is_available() else "cpu"}
+    loaded = AutoModelForCausalLM.from_pretrained(model, dtype=getattr(torch, dtype), **where).eval()
+    new = int(new)
+    found = {case.id: run(case.make(loaded), loaded, new) for case in METHODS}
     for case in METHODS:
         if case.uneven and case.evicts:
-            found[case.id + ", second turn"] = second_turn(case.make(loaded), loaded)
+            found[case.id + ", second turn"] = second_turn(case.make(loaded), loaded, new)
     # Methods whose heads decide together, where the rest moves instead of going.
     window = dict(budget=12, window=4, kernel=3, action="offload")
     for name, cache in (
@@ -81,14 +87,14 @@ def main(model: str, output: Path) -> None:
         ("tova, offload", kvsparse_hf.TOVACache(loaded, budget=12, action="offload", interval=4)),
         ("tiered by the last query", kvsparse_hf.TieredCache(loaded, hbm=0.4, host=0.4, evicted=0.2, interval=4, recent=4, scorer="last")),
     ):
-        found[name] = run(cache, loaded)
-    found["bytes"] = run(kvsparse_hf.SnapKVCache(loaded, budget="40KiB", window=4, kernel=3), loaded)
+        found[name] = run(cache, loaded, new)
+    found["bytes"] = run(kvsparse_hf.SnapKVCache(loaded, budget="40KiB", window=4, kernel=3), loaded, new)
     found["kvzip, compressed"] = zipped(loaded)
-    found["saved"] = saved(loaded, output)
+    found["saved"] = saved(loaded, output, new)
     torch.save(found, output / f"found-{RANK}-of-{RANKS}.pt")
 
 
 if __name__ == "__main__":
-    if len(sys.argv) > 3 and sys.argv[3] == "fail" and RANK == 1:
+    if sys.argv[3] == "fail" and RANK == 1:
         raise SystemExit("this rank fails on purpose")
-    main(sys.argv[1], Path(sys.argv[2]))
+    main(sys.argv[1], Path(sys.argv[2]), *sys.argv[3:])
