@@ -53,11 +53,11 @@ def random_model(
     return model.eval()
 
 
-def shared_model(shape: str, dtype: torch.dtype = torch.bfloat16) -> PreTrainedModel:
+def shared_model(shape: str, dtype: torch.dtype = torch.bfloat16, layers: int | None = None) -> PreTrainedModel:
     """A model of a named shape with random weights, of which each process of the running group holds its share (tensor
     parallelism as `from_pretrained(tp_plan="auto")` sets it up, with every weight missing from the checkpoint)."""
     config_class, fields = SHAPES[shape]
-    config = config_class(**fields)
+    config = config_class(**fields | ({"num_hidden_layers": layers} if layers else {}))
     verbosity = logging.get_verbosity()
     logging.set_verbosity_error()  # it would list every weight
     try:
