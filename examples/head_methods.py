@@ -27,14 +27,15 @@ from kvsparse_hf.calibrate.moa import calibrate_moa
 from kvsparse_hf.demo.model import find_model
 from kvsparse_hf.hf.compat import CACHE_ARGUMENT
 
+METHODS = ["adakv", "headkv", "duo-attention", "moa"]
 SHARES = (0.1, 0.2, 0.4)
 SCORES = dict(window=16, kernel=5)
 STREAM = dict(sinks=16, recent=64)
 PROMPT, ANSWER = 512, 64
 
 
-def calibrate(model, tokenizer, files: list[Path], folder: Path, results: Results) -> None:
-    """Small plans, and rows with how long they took."""
+def calibrate(model, tokenizer, files: list[Path], folder: Path, results: Results, names: list[str]) -> None:
+    """Small plans of those methods in `names` that need one, and rows with how long they took."""
     text = torch.cat(list(text_windows(tokenizer, files, PROMPT)))
     windows = [window for window in text.split(PROMPT) if len(window) == PROMPT]
     lengths = {n: [window[:n] for window in windows[:4]] for n in (256, 512)}
@@ -45,7 +46,7 @@ def calibrate(model, tokenizer, files: list[Path], folder: Path, results: Result
     }
     for name, run in runs.items():
         path, begin = folder / f"{name}.safetensors", time.perf_counter()
-        if path.is_file():
+        if name not in names or path.is_file():
             continue
         plan = run(path)
         shape = {"model": name_of(model), "batch": 1, "context": PROMPT, "threads": torch.get_num_threads()}
@@ -109,9 +110,11 @@ def passkeys(tokenizer, stories: list[tuple[Tensor, Tensor]]) -> list[tuple[Tens
     return out
 
 
-def measure(model, folder: Path, stories, keys, results: Results) -> None:
+def measure(model, folder: Path, stories, keys, results: Results, names: list[str]) -> None:
     """Rows by case: the figure itself, and where there is a uniform rival, the paired difference to it."""
-    made = caches(model, folder)
+    wanted = {case for case in caches(model, folder) if case[0] in ("full", *names)}
+    wanted |= {rival for case in wanted for rival in _rival(case) or ()}
+    made = {case: make for case, make in caches(model, folder).items() if case in wanted}
     loss: dict[tuple, list[float]] = {case: [] for case in made}
     found: dict[tuple, list[float]] = {case: [] for case in made}
     held: dict[tuple, list[float]] = {case: [] for case in made}
@@ -159,23 +162,28 @@ def _add(results: Results, name: str, metric: str, unit: str, values: list[float
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("model", nargs="?", help="folder or Hub name; default: the demo's SmolLM2-135M-Instruct")
-    parser.add_argument("--calibrate", type=Path, nargs="+", required=True, help="plain text files to calibrate on")
+    parser.add_argument("--calibrate", type=Path, nargs="+", default=[], help="plain text files to calibrate on; adakv needs none")
     parser.add_argument("--text", type=Path, nargs="+", required=True, help="plain text files to measure on")
     parser.add_argument("--plans", type=Path, default=Path("plans"), help="folder of the plans; those that exist are used")
     parser.add_argument("--output", type=Path, default=Path(__file__).parent / "results")
     parser.add_argument("--prompts", type=int, default=32)
+    parser.add_argument("--only", nargs="+", default=METHODS, choices=METHODS, help="besides the full cache and their uniform rivals")
     parser.add_argument("--threads", type=int, default=torch.get_num_threads())
     arguments = parser.parse_args()
+    planned = set(arguments.only) - {"adakv"}
+    if planned and not arguments.calibrate:
+        parser.error("--calibrate is needed, but with --only adakv")
     torch.set_num_threads(arguments.threads)
     source = arguments.model or find_model(print)
     tokenizer = AutoTokenizer.from_pretrained(source)
     device = "cuda" if torch.cuda.is_available() else "cpu"
     model = AutoModelForCausalLM.from_pretrained(source, dtype=torch.float32).to(device).eval()
     results = Results(arguments.output, "head_methods")
-    calibrate(model, tokenizer, arguments.calibrate, arguments.plans, results)
+    if planned:
+        calibrate(model, tokenizer, arguments.calibrate, arguments.plans, results, arguments.only)
     stories = texts(tokenizer, arguments.text, arguments.prompts)
     with torch.no_grad():
-        measure(model, arguments.plans, stories, passkeys(tokenizer, stories), results)
+        measure(model, arguments.plans, stories, passkeys(tokenizer, stories), results, arguments.only)
 
 
 if __name__ == "__main__":

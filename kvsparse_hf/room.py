@@ -23,7 +23,7 @@ class StepRoom:
         self._room: int | None = None  # one-token steps that surely fit; None: ask
         self._moves = 0
         self._step_prepared = False
-        self._growth = reserve
+        self._growth = self._reserve = reserve
 
     def forget_room(self) -> None:
         """What is held has changed in another way than by one-token steps."""
@@ -63,7 +63,7 @@ class StepRoom:
                 room = layer.open_room()
                 if room is not None and room < 1:
                     layer.grow(self._growth)
-            self._growth *= 2
+            self._growth = min(2 * self._growth, max(self._reserve, self.session.seen()))
             self._moves += 1
             self._room = self._measure_room()
         self._room -= 1

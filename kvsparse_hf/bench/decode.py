@@ -233,6 +233,12 @@ def add_rows(results: Results, case: Case, figures: dict, facts: dict) -> None:
         results.add(case.name, "most_entries_of_a_head", max(layer.kept_max for layer in report.layers), "entries", where)
 
 
+def _label(row: dict) -> str:
+    shape = row["shape"]
+    uneven = ", unequal heads" if "spread" in shape else ""
+    return f"{row['case']}  B={shape['batch']}, {shape['context'] // 1024}K{uneven}"
+
+
 def plot(rows: list[dict], path: Path) -> None:
     """Bars of milliseconds per token, one per row. Needs matplotlib (extra `eval`)."""
     import matplotlib
@@ -241,7 +247,7 @@ def plot(rows: list[dict], path: Path) -> None:
     from matplotlib import pyplot
 
     bars = sorted(rows, key=lambda row: (row["shape"]["batch"], row["shape"]["context"], -row["value"]))
-    labels = [f"{row['case']}  B={row['shape']['batch']}, {row['shape']['context'] // 1024}K" for row in bars]
+    labels = [_label(row) for row in bars]
     figure, axes = pyplot.subplots(figsize=(9, 0.4 * len(bars) + 1.2), layout="constrained")
     ours = ["tab:blue" if not row["case"].startswith("transformers") else "tab:gray" for row in bars]
     drawn = axes.barh(labels, [row["value"] for row in bars], color=ours)
@@ -249,6 +255,7 @@ def plot(rows: list[dict], path: Path) -> None:
     axes.set(xlabel="ms per token", xscale="log", title=f"{bars[0]['shape']['model']} on {bars[0]['gpu']}")
     axes.set_xlim(right=1.6 * max(row["value"] for row in bars))  # room for the last label
     axes.invert_yaxis()
+    axes.margins(y=0.01)
     figure.savefig(path, dpi=130)
     pyplot.close(figure)
 

@@ -273,8 +273,12 @@ def plot(rows: list[dict], path: Path) -> None:
                 axes.plot(*zip(*points, strict=True), style, color=f"C{number}", label=label)
     facts = rows[0]["shape"]
     cap = "" if facts["hbm"] is None else f", {facts['hbm'] / 2**30:.0f} GiB of device memory"
-    title = f"{facts['model']}, {facts['context']} tokens, {facts['budget']} selected{cap} (dotted: law)"
-    axes.set(xlabel="batch", ylabel="tokens per second", xscale="log", yscale="log", title=title)
+    title = f"{facts['model']}, {facts['context']:,} tokens, {facts['budget']:,} selected{cap}\n(dotted: the law, from bandwidths alone)"
+    batches = sorted({row["shape"]["batch"] for row in rows if row["metric"] == "tokens_per_s"})
+    axes.set(xlabel="batch", ylabel="tokens per second", xscale="log", yscale="log")
+    axes.set_xticks(batches, batches)
+    axes.set_xticks([], minor=True)
+    axes.set_title(title, fontsize=10)
     axes.legend()
     figure.savefig(path, dpi=130)
     pyplot.close(figure)

@@ -96,7 +96,8 @@ class TierHolder(SparseLayer):
         else:
             lacks = [store is not None and bool((needed[..., tier] > store.allocated).any()) for tier, store in enumerate(tiers)]
             new = {tier: tiers[tier].grown(wanted[..., tier]) for tier, lack in enumerate(lacks) if lack}
-            self._ahead *= 2 if new else 1
+            if new:  # tiers fill at different times, small ones often: what was seen bounds the doubling
+                self._ahead = min(2 * self._ahead, max(self.reserve, int(seen.max())))
         self.store, self.host, self.quantized = (new.get(tier, store) for tier, store in enumerate(tiers))
         for store in self.stores:
             store.open_all()
@@ -171,13 +172,13 @@ class TierHolder(SparseLayer):
         if len({frozenset(store.extra) - set(QuantizedTier.RANGES) for store in stores if store is not None}) != 1:
             raise KVSparseError("the tiers remember unlike facts of their entries.")
         self.store, self.host, self.quantized = stores
-        self._counts, self._due, self._ahead = torch.tensor(saved["counts"]), saved["due"], saved["ahead"]
+        self._counts, self._due = torch.tensor(saved["counts"]), saved["due"]
         seen = int(self.session.clock(device).seen)
         if self.interval is not None and self._due and not seen <= self._due <= seen + self.interval:
             raise KVSparseError(f"the next ranking is due at {self._due} tokens, {seen} were seen.")
-        most = 8 * (seen + self.reserve)  # it doubles as it fills
-        if not 1 <= self._ahead <= most:
-            raise KVSparseError(f"room for {self._ahead} tokens ahead is more than ever comes of {most} seen and reserved.")
+        if saved["ahead"] < 1:
+            raise KVSparseError(f"room for {saved['ahead']} tokens ahead is none.")
+        self._ahead = min(int(saved["ahead"]), max(self.reserve, seen))
         self.is_initialized = True
 
     # --- what it holds ---------------------------------------------------------------------------------------------

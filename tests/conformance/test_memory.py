@@ -23,6 +23,8 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from kvsparse_hf import SparseCache
+
 by_method = pytest.mark.parametrize("case", METHODS, ids=lambda case: case.id)
 evicting = pytest.mark.parametrize("case", EVICTING, ids=lambda case: case.id)
 
@@ -129,6 +131,20 @@ def test_a_byte_budget_is_that_of_the_whole_cache(case, budget):
         tables = len(rows) * 2 * HEADS * TABLES
         assert report.device_bytes - report.reserve_bytes <= allowed + tables
         assert report.device_bytes - report.reserve_bytes >= 0.5 * allowed
+
+
+@by_method
+def test_many_turns_do_not_reserve_ever_more(case, tmp_path):
+    """However often a cache grew, what waits for tokens stays in proportion to those that came, as a saved one says too."""
+    model = build("llama-gqa2")
+    mine = case.make(model, 12, reserve=16)
+    forward(model, tokens(24), mine)
+    for turn in range(12):
+        forward(model, tokens(2, seed=turn), mine)
+    report = mine.report()
+    assert report.device_bytes + report.host_bytes < 3.5 * report.dense_bytes
+    mine.save(tmp_path)
+    assert SparseCache.load(tmp_path, model).report().evicted == report.evicted
 
 
 @by_method
