@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from helpers import CACHE, left_pad, tokens
+from helpers import CACHE, decode, left_pad, prefill, tokens
 from methods import METHODS
 from tiny_models import FAMILIES
 
@@ -27,12 +27,11 @@ def prompts():
 
 @pytest.mark.parametrize("case", METHODS, ids=lambda case: case.id)
 def test_generate_compiles_once(model, case):
-    """500 steps and a second run after `reset()`: one graph, no skipped CUDA graph, the tokens of the eager run."""
+    """500 steps and a second run after `reset()`: one graph, no skipped CUDA graph, tokens that eager steps agree with."""
     from torch._dynamo.utils import counters
 
     ids, mask = prompts()
     budget = 128
-    eager = model.generate(ids, attention_mask=mask, max_new_tokens=60, disable_compile=True, **LIKE, **{CACHE: case.make(model, budget)})
     torch._dynamo.reset()
     counters.clear()
     cache = case.make(model, budget, reserve=600)
@@ -46,8 +45,12 @@ def test_generate_compiles_once(model, case):
     assert not counters["graph_break"]
     assert counters["inductor"]["cudagraph_skips"] == 0
     assert torch.equal(first, second)
-    agreement = (first[:, : eager.shape[1]] == eager).float().mean()
-    assert agreement > 0.9  # Inductor fuses in another order than eager bf16
+    # Inductor rounds bf16 in other places than eager steps do, and a random model has near ties, after which greedy texts part.
+    # So eager steps are given the same text, and must find its tokens (nearly) the likeliest.
+    new, mine = first[:, ids.shape[1] :][:, :60], case.make(model, budget, reserve=600)
+    logits = torch.cat((prefill(model, mine, ids, mask)[:, -1:], decode(model, mine, new[:, :-1], mask)), dim=1).float()
+    below = logits.amax(-1) - logits.gather(2, new[..., None])[..., 0]
+    assert (below < 0.1 * logits.std()).float().mean() > 0.9
 
 
 @pytest.mark.parametrize("compile_mode", ["none", "default"])

@@ -62,7 +62,7 @@ def test_replayed_graphs_on_a_gpu(cuda, name):
     model = build(num_hidden_layers=3, dtype=torch.bfloat16).to(cuda)
     ids = tokens(90, 3).to(cuda)
     far = generate(model, ids, HiSparseCache(model, **OPTIONS[name]), 400, custom_generate=fast_decode)
-    near = generate(model, ids, HiSparseCache(model, **OPTIONS[name], device_bytes="1GiB"), 400)
+    near = generate(model, ids, HiSparseCache(model, **OPTIONS[name], device_bytes="1GiB"), 400, disable_compile=True)
     assert torch.equal(far, near)
     if name == "quest":
         assert torch.equal(far, generate(model, ids, QuestCache(model, **QUEST), 400, disable_compile=True))

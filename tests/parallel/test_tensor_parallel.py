@@ -23,6 +23,7 @@ from kvsparse_hf.ranks import Ranks
 WORKER = Path(__file__).with_name("tp_worker.py")
 RANKS = 2
 CASES = [case.id for case in METHODS]
+SHAPE = dict(num_attention_heads=8, num_key_value_heads=4, vocab_size=98)  # what two ranks can divide
 two_gpus = pytest.mark.skipif(torch.cuda.device_count() < RANKS, reason="needs two GPUs")
 MOVING = ["adakv, offload", "tova, offload", "tiered by the last query"]
 TURNS = [case.id + ", second turn" for case in METHODS if case.uneven and case.evicts]
@@ -39,7 +40,7 @@ def _launch(ranks: int, *arguments: str, device: str = "cpu", timeout: int = 300
 def folder(tmp_path_factory):
     folder = tmp_path_factory.mktemp("parallel")
     torch.manual_seed(0)
-    model = build("llama-gqa2", num_attention_heads=8, num_key_value_heads=4)
+    model = build("llama-gqa2", **SHAPE)
     model.save_pretrained(folder / "model")
     with torch.no_grad():
         cache = kvsparse_hf.SnapKVCache(model, budget=12, window=4, kernel=3)
@@ -119,14 +120,14 @@ def test_loading_on_another_number_of_ranks_is_refused(found, tmp_path):
     only = tmp_path / "saved"
     only.mkdir()
     shutil.copytree(found[2] / "saved" / "rank-0-of-2", only / "rank-0-of-2")
-    model = build("llama-gqa2", num_attention_heads=8, num_key_value_heads=4)
+    model = build("llama-gqa2", **SHAPE)
     with pytest.raises(UnsupportedOperationError, match="2 tensor-parallel rank"):
         SparseCache.load(only, model)
 
 
 def test_saving_over_what_other_ranks_saved(found, tmp_path):
     """The folder then holds the new cache alone."""
-    model, saved = build("llama-gqa2", num_attention_heads=8, num_key_value_heads=4), tmp_path / "saved"
+    model, saved = build("llama-gqa2", **SHAPE), tmp_path / "saved"
     shutil.copytree(found[2] / "saved", saved)
     cache = kvsparse_hf.FullCache(model)
     generate(model, tokens(20), cache, 3)
