@@ -69,8 +69,12 @@ class RaggedStore:
         self.positions = static_zeros(rows, dtype=torch.int32, device=device)
         self.start = static_copy(start.view_as(allocated).to(device))
         for name in self._PER_HEAD:
-            setattr(self, name, static_zeros(*allocated.shape, dtype=torch.int32, device=device))
+            setattr(self, name, self._table(name, allocated, device))
         self.extra: dict[str, Tensor] = {}
+
+    def _table(self, name: str, allocated: Tensor, device: torch.device) -> Tensor:
+        """What is kept of every segment under a name of `_PER_HEAD`: `[B, H, …]`."""
+        return static_zeros(*allocated.shape, dtype=torch.int32, device=device)
 
     def _payload(self, rows: int, like: Tensor) -> Tensor:
         """The buffer of the keys or the values."""

@@ -170,6 +170,8 @@ class TieredLayer(TierHolder):
             if new is not None:  # in the middle of a forward: until a reset the layers disagree on what was seen
                 self.session.unclaimed = self.layer_idx
             raise
+        if new is not None and self.quantized is not None and not self.is_initialized:
+            self.quantized.fit(new.keys, census.pad)
         for store in self.stores:
             for name in memory:
                 store.remember(name)

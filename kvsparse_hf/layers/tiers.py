@@ -146,9 +146,18 @@ class QuantizedTier(DeviceTier):
 
     `keys` and `values` hold the codes; the ranges of their groups lie in `extra`. Every token is coded by itself, so tokens
     come and go one by one, and one that leaves and returns is not rounded again.
+
+    In some models (Qwen2.5) a few channels of the keys are a hundred times as large as the others, which would lose their bits
+    to them. So every channel of a head is centred on, and divided by, what the prompt shows of it; a decode step multiplies its
+    query instead. (KIVI, arXiv 2402.02750, lets 32 tokens of one channel share a range; those could not come and go.)
+
+    Attributes:
+        center, spread: `[B, H, Dk]` fp32: mean of a channel over the prompt, and largest distance from it.
     """
 
     RANGES = ("key_ranges", "value_ranges")
+    ENOUGH = 32  # tokens of a prompt that show what channels are like; after fewer, keys are coded as they are
+    _PER_HEAD = (*DeviceTier._PER_HEAD, "center", "spread")
 
     def __init__(self, coding: Coding, allocated: Tensor, keys_like: Tensor, values_like: Tensor, grid: int = 1):
         self.coding = coding
@@ -161,24 +170,61 @@ class QuantizedTier(DeviceTier):
         width = code_bytes(like.shape[-1], self.coding.format)
         return static_zeros(rows, width, dtype=torch.uint8, device=like.device)
 
+    def _table(self, name: str, allocated: Tensor, device: torch.device) -> Tensor:
+        if name not in ("center", "spread"):
+            return super()._table(name, allocated, device)
+        table = static_zeros(*allocated.shape, self.dims[0], dtype=torch.float32, device=device)
+        return table.fill_(float(name == "spread"))
+
     def _empty(self, allocated: Tensor) -> "QuantizedTier":
         return QuantizedTier(self.coding, allocated, *self._likes(), self.grid)
 
+    def fit(self, keys: Tensor, pad: Tensor) -> None:
+        """Learns what the channels of the keys are like. Nothing may be held.
+
+        Args:
+            keys: `[B, H, N, Dk]` of a prompt; pad: `[B, H]` leading ones that are padding.
+        """
+        real = (torch.arange(keys.shape[2], device=keys.device) >= pad.unsqueeze(-1)).unsqueeze(-1)
+        count = real.sum(2)
+        enough = count >= self.ENOUGH
+        center = torch.where(real, keys, 0).sum(2, dtype=torch.float32) / count.clamp(min=1)
+        spread = torch.where(real, keys - center.to(keys.dtype).unsqueeze(2), 0).abs().amax(2).float()
+        self.center.copy_(torch.where(enough, center, 0))
+        # A channel that hardly moved may do so later: it keeps a thousandth of the widest one.
+        spread = spread.clamp(min=spread.amax(-1, keepdim=True) / 1000)
+        self.spread.copy_(torch.where(enough & (spread > 0), spread, 1))
+
+    def _segment(self, rows: Tensor) -> Tensor:
+        """The number of the segment that each row lies in."""
+        return torch.searchsorted(self.start.flatten(), rows.contiguous(), right=True) - 1
+
     def fetch(self, rows: Tensor) -> tuple[Tensor, Tensor]:
-        coding = self.coding
+        coding, segment = self.coding, self._segment(rows)
         codes = zip((self.keys, self.values), self.RANGES, strict=True)
         keys, values = (ops.dequantize(held[rows], self.extra[name][rows], coding.format, coding.group) for held, name in codes)
-        return keys, values
+        keys = torch.addcmul(self.center.flatten(0, 1)[segment], keys.float(), self.spread.flatten(0, 1)[segment])
+        return keys.to(self.dtype), values
 
     def put(self, rows: Tensor, keys: Tensor, values: Tensor) -> None:
+        segment = self._segment(rows)
+        keys = (keys.float() - self.center.flatten(0, 1)[segment]) / self.spread.flatten(0, 1)[segment]
         given = zip((self.keys, self.values), self.RANGES, (keys, values), strict=True)
         for held, name, new in given:
             held[rows], self.extra[name][rows] = ops.quantize(new.to(self.dtype), self.coding.format, self.coding.group)
 
     def _attend(self, query: Tensor, options: dict) -> Partial:
+        if options["softcap"]:  # what the centres add would belong inside the cap
+            keys, values = self.fetch(torch.arange(len(self.positions), device=self.device))
+            return ops.decode_attention(query, keys, values, self.start, self.length, **options)
         key_ranges, value_ranges = (self.extra[name] for name in self.RANGES)
-        args = (query, self.keys, key_ranges, self.values, value_ranges, self.start, self.length)
-        return ops.decode_attention_quantized(*args, format=self.coding.format, group=self.coding.group, **options)
+        grouped = query.float().unflatten(1, (self.heads, -1))
+        scaled = (grouped * self.spread.unsqueeze(2)).flatten(1, 2).to(query.dtype)
+        args = (scaled, self.keys, key_ranges, self.values, value_ranges, self.start, self.length)
+        out, lse, logits = ops.decode_attention_quantized(*args, format=self.coding.format, group=self.coding.group, **options)
+        # The centres add the same to all logits of a query: the part weighs more or less, and is itself as it was.
+        shift = options["scale"] * (grouped * self.center.unsqueeze(2)).sum(-1).flatten(1)
+        return out, None if lse is None else lse + shift, None if logits is None else logits + shift.unsqueeze(-1)
 
     @property
     def entry_bytes(self) -> int:

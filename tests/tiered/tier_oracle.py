@@ -45,12 +45,17 @@ class Tiers:
         self.format, self.group = format, group
         self.tier, self.score, self.keys, self.values = {}, {}, {}, {}
         self.coded: set[int] = set()
+        self.center, self.spread = 0.0, 1.0  # of each channel of the keys
         heads = row.k.shape[0]
         size = row.q.shape[0] // heads
         self.queries = range(head * size, head * size + size)
 
     def feed(self, first: int, last: int) -> Tensor:
         """Tokens `first` to `last` (exclusive) arrive together: `[group, T, D]` outputs. They land on the device."""
+        if first == 0 and last >= 32:
+            prompt = self.row.k[self.head, :last].double()
+            self.center = prompt.mean(0)
+            self.spread = (prompt - self.center).abs().amax(0)
         outs = torch.zeros(len(self.queries), last - first, self.row.v.shape[-1], dtype=torch.float64)
         for position in range(first, last):
             self.tier[position], self.score[position] = "device", 0.0
@@ -64,6 +69,10 @@ class Tiers:
                 for p, weight in zip(held, weights.tolist(), strict=True):
                     self.score[p] += weight / len(self.queries)
         return outs
+
+    def rounded_key(self, key: Tensor) -> Tensor:
+        """Every channel is coded as its distance from what the prompt showed, in units of that."""
+        return self.center + self.spread * rounded((key.double() - self.center) / self.spread, self.format, self.group)
 
     def rank(self, seen: int) -> None:
         """Everybody to his tier; `seen` tokens so far."""
@@ -83,7 +92,7 @@ class Tiers:
             self.tier[p] = ("device", "host", "quantized")[index]
             if index == 2 and p not in self.coded:
                 self.coded.add(p)
-                self.keys[p] = rounded(self.keys[p], self.format, self.group)
+                self.keys[p] = self.rounded_key(self.keys[p])
                 self.values[p] = rounded(self.values[p], self.format, self.group)
 
 
