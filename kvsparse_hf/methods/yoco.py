@@ -25,7 +25,9 @@ class YOCOOptions(SharingOptions):
     """Options of `YOCOCache`, beside those of the method that keeps the one global layer."""
 
     window: int | None = Field(
-        None, ge=1, description="tokens that a token of the lower half sees; default: the one in the model's config, else 1024"
+        None,
+        ge=1,
+        description="tokens that a token of the lower half sees; default: the one in the model's config, else 1024",
     )
 
 
@@ -77,7 +79,9 @@ class YOCOCache(SharingCache):
 
     def prepare(self) -> None:
         if self.options.window is not None and not any(index < self.middle for index in self._sparse):
-            raise OptionError("yoco: the lower half of this model slides by its own config; leave window out.")
+            raise OptionError(
+                "yoco: no layer of the lower half has plain full attention, so none takes this window; leave window out."
+            )
         super().prepare()
         self.session.budgeted_layers = 1
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 import torch._dynamo
 import transformers
-from helpers import SharingDense, decode, forward, generate, kept_in_all_layers, left_pad, prefill, tokens
+from helpers import CACHE, SharingDense, decode, forward, generate, kept_in_all_layers, left_pad, prefill, tokens
 from shared_oracle import shared_forward, yoco_map, yoco_windows
 from tiny_models import build
 from torch._dynamo.backends.debugging import aot_eager
@@ -60,6 +60,61 @@ def test_equals_a_model_that_slides_by_itself():
     torch.testing.assert_close(outs[2], outs[0], atol=1e-5, rtol=0)
     with pytest.raises(OptionError, match="window"):
         YOCOCache(sliding, window=WINDOW)
+
+
+def _sliding_model():
+    """Its lower half slides by the config."""
+    types = ["sliding_attention"] * 2 + ["full_attention"] * 2
+    return build("qwen2-hybrid", num_hidden_layers=LAYERS, layer_types=types, sliding_window=WINDOW, initializer_range=0.15)
+
+
+def test_drafts_where_the_model_slides_by_itself():
+    """The windows are Transformers' own, and nothing of ours is evicted: drafts and `crop` are up to them."""
+    model, ids = _sliding_model(), tokens(10).repeat(1, 3)
+    plain = generate(model, ids, YOCOCache(model), 20)
+    assert torch.equal(plain, generate(model, ids, SharingDense(model, yoco_map(LAYERS)), 20))
+    mine = YOCOCache(model)
+    try:
+        got = generate(model, ids, mine, 20, prompt_lookup_num_tokens=3)
+    except UnsupportedOperationError as error:  # versions whose windows cannot take tokens back
+        assert "sliding window" in str(error) and not hasattr(mine.layers[0], "record_past")
+    else:
+        assert torch.equal(got, plain)
+
+
+def test_weights_of_a_prompt():
+    """Every layer's, as the windowed model has them. Transformers would close the gap that a layer without any leaves."""
+    model, ids = _model(attention="eager"), tokens(300)
+    _, expected = shared_forward(model, ids, yoco_map(LAYERS), windows=yoco_windows(LAYERS, WINDOW))
+    got = model(input_ids=ids, output_attentions=True, **{CACHE: YOCOCache(model, window=WINDOW)}).attentions
+    assert len(got) == LAYERS
+    for mine, theirs in zip(got, expected, strict=True):
+        torch.testing.assert_close(mine, theirs, atol=1e-5, rtol=0)
+
+
+@pytest.mark.parametrize("attention", ["sdpa", "eager"])
+def test_a_prompt_within_the_window_is_the_models_own(attention):
+    """Bit for bit: nothing is cut off."""
+    model, ids = _model(attention=attention), tokens(WINDOW)
+    expected = forward(model, ids, SharingDense(model, yoco_map(LAYERS)))
+    assert torch.equal(forward(model, ids, YOCOCache(model, window=WINDOW)), expected)
+
+
+def test_learned_sinks_are_refused_before_the_prompt_counts():
+    model = build("gpt-oss", num_hidden_layers=LAYERS, layer_types=["full_attention"] * LAYERS)
+    mine = YOCOCache(model, window=WINDOW)
+    with pytest.raises(UnsupportedOperationError, match="learned sinks"):
+        forward(model, tokens(9), mine)
+    assert int(mine.get_seq_length()) == 0 and mine.batch_size == -1
+
+
+def test_crop_names_the_window():
+    model = _model()
+    mine = YOCOCache(model, window=WINDOW)
+    forward(model, tokens(20), mine)
+    with pytest.raises(UnsupportedOperationError, match=f"layer 0 sees a window of {WINDOW} tokens"):
+        mine.crop(-1)
+    assert kept_in_all_layers(mine)[2][0][0] == list(range(20))
 
 
 def test_lower_layers_hold_the_window():
@@ -168,3 +223,5 @@ def test_what_yoco_refuses():
         YOCOCache(_model(), inner="snapkv")
     with pytest.raises(OptionError, match="window"):
         YOCOCache(_model(), window=0)
+    with pytest.raises(OptionError, match="leave window out"):
+        YOCOCache(build(num_hidden_layers=1), window=WINDOW)
