@@ -1,5 +1,7 @@
 """Small tools of the conformance tests: feeding models, reading what a cache kept, finding every tensor it holds."""
 
+import functools
+import weakref
 from collections.abc import Iterable
 
 import torch
@@ -61,6 +63,40 @@ class SharingDense(DynamicCache):
         if source == layer_idx:
             return super().update(keys, values, layer_idx, *args, **kwargs)
         return self.layers[source].keys, self.layers[source].values
+
+
+class WindowedDense(SharingDense):
+    """Such a cache for a model whose attention is full, and some layers of which are to see a window: in forwards with this cache
+    their masks are narrowed. A module hook does it, on the decoder layers.
+
+    Args:
+        windows: tokens that each layer sees, 0 for all.
+    """
+
+    def __init__(self, model: PreTrainedModel, sources: list[int], windows: list[int]):
+        super().__init__(model, sources)
+        for index, (layer, window) in enumerate(zip(model.get_decoder().layers, windows, strict=True)):
+            if window:
+                hook = functools.partial(_narrow_mask, weakref.ref(self), index, window)
+                weakref.finalize(self, layer.register_forward_pre_hook(hook, with_kwargs=True).remove)
+
+
+def _narrow_mask(cache: weakref.ref, index: int, window: int, layer, args: tuple, kwargs: dict):
+    mine = cache()
+    if mine is None or not any(value is mine for value in kwargs.values()):
+        return None
+    hidden, mask = args[0] if args else kwargs["hidden_states"], kwargs.get("attention_mask")
+    new = hidden.shape[1]
+    length = int(mine.get_seq_length(index)) + new
+    if length <= window:
+        return None
+    row, column = torch.arange(length - new, length).unsqueeze(1), torch.arange(length)
+    seen = ((column <= row) & (column > row - window))[None, None]
+    if mask is None:
+        mask = seen
+    else:
+        mask = mask & seen if mask.dtype == torch.bool else mask.masked_fill(~seen, torch.finfo(mask.dtype).min)
+    return args, {**kwargs, "attention_mask": mask}
 
 
 def full_layers(model: PreTrainedModel) -> list[int]:

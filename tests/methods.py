@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import pytest
-from helpers import SharingDense, dense, full_layers, kept_in_all_layers
+from helpers import SharingDense, WindowedDense, dense, full_layers, kept_in_all_layers
 
 import kvsparse_hf
 from kvsparse_hf import SparseCache
@@ -40,6 +40,9 @@ class MethodCase:
         uneven: "heads" where the heads of a layer hold unequal numbers of entries, "layers" where the layers do too; only the
             average over them is then the budget.
         queries: dense layers' worth of queries that a prompt holds, where the scores look at all queries of several layers.
+        drafts: whether drafts can be verified; otherwise they are refused.
+        layers: of the models that it is tested on, where a test does not say (see `conftest.py`).
+        hybrids: whether models in which some layers slide by themselves are supported; otherwise they are refused.
         dense: makes the dense cache, of Transformers' own code, whose results an ample budget must give.
     """
 
@@ -64,6 +67,9 @@ class MethodCase:
     uneven: str = ""
     dense: Callable = dense
     queries: int = 0
+    drafts: bool = True
+    layers: int = 2
+    hybrids: bool = True
 
     def make(self, model, budget: Any = BUDGET, **overrides) -> SparseCache:
         options = {**self.options, **overrides}
@@ -98,6 +104,10 @@ class MethodCase:
     def owners(self, layers: int) -> int:
         """How many of so many full-attention layers store something."""
         return layers
+
+    def windows(self, layers: int) -> list[int]:
+        """How many of the newest tokens the queries of each layer see, also within a prompt; 0 for all."""
+        return [0] * layers
 
     def is_untouched(self, length: int, budget: int = BUDGET) -> bool:
         """Whether a prompt of so many tokens is read as it was, until it grows."""
@@ -281,14 +291,58 @@ class SharedCase(MethodCase):
         return (layers + 1) // 2
 
 
+# Layers that others read decide together with them, so that one of them alone cannot try drafts out.
+_TOGETHER = dict(variant=True, drafts=False)
+
 METHODS += [
     SharedCase("cla", kvsparse_hf.CLACache, {"factor": 2}, evicts=False, assisted=True, takes_budget=False),
-    SharedCase("cla-snapkv", kvsparse_hf.CLACache, {"factor": 2, "inner": "snapkv", **_SNAP}, window=4, variant=True),
-    SharedCase("cla-h2o", kvsparse_hf.CLACache, {"factor": 2, "inner": "h2o"}, window=6, memory=4, queries=3, variant=True, **_BOUNDED),
+    SharedCase("cla-snapkv", kvsparse_hf.CLACache, {"factor": 2, "inner": "snapkv", **_SNAP}, window=4, **_TOGETHER),
+    SharedCase("cla-h2o", kvsparse_hf.CLACache, {"factor": 2, "inner": "h2o"}, window=6, memory=4, queries=3, **_BOUNDED, **_TOGETHER),
     SharedCase("cla-quest", kvsparse_hf.CLACache, {"factor": 2, "inner": "quest", **_QUEST}, variant=True, **_SELECTS),
     SharedCase("cla-rkv", kvsparse_hf.CLACache, {"factor": 2, "inner": "rkv", **_SNAP, "recompress_every": 8}, every=8, croppable=False,
-               window=4, variant=True),
+               window=4, **_TOGETHER),
     SharedCase("kvsharer", kvsparse_hf.KVSharerCache, evicts=False, assisted=True, takes_budget=False, variant=True),
+]
+
+SPAN = 6  # tokens that YOCO's lower layers see: fewer than almost every test feeds
+
+
+def spans(layers: int) -> list[int]:
+    """The layers below the middle see a window."""
+    return [SPAN if layer < layers // 2 else 0 for layer in range(layers)]
+
+
+def dense_from_the_middle(model) -> WindowedDense:
+    """Every layer above the middle gets what the middle one holds; those below see a window."""
+    layers = model.config.num_hidden_layers
+    return WindowedDense(model, [min(layer, layers // 2) for layer in range(layers)], spans(layers))
+
+
+@dataclass(frozen=True)
+class YocoCase(MethodCase):
+    """Three layers: one sees a window, the middle one keeps all, which the last one reads. Nothing depends on a budget."""
+
+    dense: Callable = dense_from_the_middle
+
+    def owners(self, layers: int) -> int:
+        return layers // 2 + 1
+
+    def windows(self, layers: int) -> list[int]:
+        return spans(layers)
+
+    def kept_after_prompt(self, length: int, budget: int = BUDGET) -> float:
+        return (min(length, SPAN) + length) / 2
+
+    def kept_after_decode(self, length: int, steps: int, budget: int = BUDGET) -> float:
+        return self.kept_after_prompt(length + steps)
+
+    def is_untouched(self, length: int, budget: int = BUDGET) -> bool:
+        return True
+
+
+METHODS += [
+    YocoCase("yoco", kvsparse_hf.YOCOCache, {"window": SPAN}, croppable=False, takes_budget=False, window=SPAN, uneven="layers",
+             drafts=False, layers=3, hybrids=False),
 ]
 
 ALL = {case.id: case for case in METHODS}

@@ -12,7 +12,7 @@ VOCAB = 97
 PAD, BOS = 0, 1
 NEVER = 10**6  # an end-of-sequence id that no model can produce: every run has its full length
 
-_COMMON = dict(
+DEFAULTS = dict(
     vocab_size=VOCAB,
     hidden_size=64,
     intermediate_size=96,
@@ -42,7 +42,7 @@ class Family:
 
     def build(self, attention: str = "sdpa", seed: int = 0, dtype: torch.dtype = torch.float32, **overrides) -> PreTrainedModel:
         torch.manual_seed(seed)
-        options = {**_COMMON, **self.options, **overrides, "attn_implementation": attention}
+        options = {**DEFAULTS, **self.options, **overrides, "attn_implementation": attention}
         model = getattr(transformers, self.model)(self.make_config(options)).eval()
         with torch.no_grad():
             model.get_output_embeddings().weight.mul_(0.5)  # logits of size 3, for which 1e-5 is a fair fp32 tolerance

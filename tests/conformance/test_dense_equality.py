@@ -6,7 +6,7 @@ import pytest
 import torch
 from helpers import CACHE, decode, dense, forward, generate, left_pad, prefill, tokens
 from methods import ALL, AMPLE, BUDGET, CORE, METHODS, by_all
-from tiny_models import build, each_family
+from tiny_models import FAMILIES, build, each_family
 
 LENGTH, NEW, STEPS = 40, 64, 14
 # Largest difference of decode logits (of size 3) from DynamicCache: same maths, another order of summation. fp32: 1e-5.
@@ -38,6 +38,8 @@ def _matrix() -> list:
     out = []
     for name, (family, attention) in pairs.items():
         for case in METHODS:
+            if FAMILIES[family].sliding_window and not case.hybrids:
+                continue
             quick = case in always or name == "llama-gqa2-sdpa" or (name == "gemma3-eager" and not case.variant)
             if quick or not case.variant:
                 marks = () if quick else pytest.mark.slow

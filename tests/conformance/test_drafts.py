@@ -20,16 +20,14 @@ from helpers import (
     tensors_of,
     tokens,
 )
-from methods import ALL, AMPLE, BUDGET, CORE, METHODS, only, quick_where
+from methods import AMPLE, BUDGET, CORE, METHODS, only, quick_where
 from tiny_models import build
 from transformers.generation import CompileConfig, utils
 
 import kvsparse_hf
 from kvsparse_hf import SparseCache, UnsupportedOperationError
 
-# Layers that others read decide together with them, so that one of them alone cannot try drafts out.
-READ_BY_OTHERS = ("cla-snapkv", "cla-h2o", "cla-rkv")
-TRIES = [case for case in METHODS if case.id not in READ_BY_OTHERS]
+TRIES = [case for case in METHODS if case.drafts]
 EVICTS = [case for case in TRIES if case.evicts]
 
 by_core = pytest.mark.parametrize("case", CORE, ids=lambda case: case.id)
@@ -125,7 +123,7 @@ def test_scripted_drafts_beside_sliding_layers(case, family):
 
 
 @pytest.mark.feature("assisted decoding, prompt lookup", refused=lambda case: True)
-@pytest.mark.parametrize("case", [ALL[name] for name in READ_BY_OTHERS], ids=lambda case: case.id)
+@pytest.mark.parametrize("case", [case for case in METHODS if not case.drafts], ids=lambda case: case.id)
 def test_drafts_in_shared_layers_that_evict_are_refused(case):
     model = build()
     mine, expected = case.make(model), case.make(model)

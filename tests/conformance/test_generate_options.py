@@ -175,7 +175,7 @@ def test_use_cache_false_beside_a_cache(case):
 @by_all
 def test_an_assistant_of_another_size(case):
     """It has a cache of its own, of Transformers' or of ours; the model's answer does not depend on it."""
-    if case.id in ("cla-snapkv", "cla-h2o", "cla-rkv"):
+    if not case.drafts:
         pytest.skip("refused: test_drafts.py")
     model, assistant = build(), build(num_hidden_layers=1, hidden_size=32)
     plain = case.dense(model) if case.selects else case.make(model)

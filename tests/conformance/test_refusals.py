@@ -21,7 +21,7 @@ from helpers import (
     tokens,
 )
 from methods import ALL, BUDGET, CORE, METHODS
-from tiny_models import build
+from tiny_models import FAMILIES, build
 
 import kvsparse_hf
 from kvsparse_hf import (
@@ -168,6 +168,16 @@ def test_unsupported_models(model, words):
     before = model.config._attn_implementation
     with pytest.raises(UnsupportedModelError, match=words):
         ALL["snapkv"].make(model)
+    assert model.config._attn_implementation == before
+
+
+@pytest.mark.parametrize("family", [family for family, facts in FAMILIES.items() if facts.sliding_window])
+@pytest.mark.parametrize("case", [case for case in METHODS if not case.hybrids], ids=lambda case: case.id)
+def test_models_that_slide_by_themselves(case, family):
+    model = build(family)
+    before = model.config._attn_implementation
+    with pytest.raises(UnsupportedModelError, match="layer [0-9] of .* has none"):
+        case.make(model)
     assert model.config._attn_implementation == before
 
 

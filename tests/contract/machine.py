@@ -24,7 +24,7 @@ EXACT, ROUNDED = 2e-4, 0.5  # on logits of size 3
 SLOTS = st.integers(0, 1)
 PROMPTS = st.lists(st.integers(1, 30), min_size=1, max_size=3)
 
-the_model = once(build)
+the_model = once(lambda layers: build(num_hidden_layers=layers))
 
 
 class Held:
@@ -62,10 +62,11 @@ class CacheMachine(RuleBasedStateMachine):
         prompts=st.tuples(PROMPTS, PROMPTS),
     )
     def start(self, budget, reserve, prompts):
-        self.model = the_model()
+        self.model = the_model(self.case.layers)
         self.budget, self.reserve = budget, reserve
         self.held = [Held(self._new()) for _ in range(2)]
         sources = self.held[0].cache.layer_map.sources
+        self.windows = self.case.windows(len(sources))
         in_the_cache = getattr(self.held[0].cache.options, "positions", "original") == "cache"
         self.reference = ReplayLlama(self.model, list(sources), in_the_cache)
         self.tolerance = ROUNDED if self.case.rounds or "lossy" in self.case.id else EXACT
@@ -171,16 +172,19 @@ class CacheMachine(RuleBasedStateMachine):
 
     def _shown(self, recorder, index: int, layer: int, past: int, new: int, held: list | None) -> Seen:
         """What the queries of one layer and row see."""
+        window = self.windows[layer]
+        near = torch.ones(new, past + new, dtype=torch.bool)
+        near = near.triu(past + 1 - window) if window else near
         heads = self.model.config.num_key_value_heads
         group = self.model.config.num_attention_heads // heads
         if held is None:
-            return Seen(torch.ones(new, new, dtype=torch.bool).tril().expand(heads * group, -1, -1))
+            return Seen(near.tril().expand(heads * group, -1, -1))
         own = recorder.owner_number[layer]
         visible = torch.zeros(heads, new, past + new, dtype=torch.bool)
         for head in range(heads):
             visible[head, :, held[own][index][head]] = True
         visible[:, :, past:] = torch.ones(new, new, dtype=torch.bool).tril()
-        visible = visible.repeat_interleave(group, dim=0)
+        visible = (visible & near).repeat_interleave(group, dim=0)
         selection = recorder.selection(layer)
         if selection is None:
             return Seen(visible)

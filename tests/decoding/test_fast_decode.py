@@ -1,6 +1,7 @@
 """`custom_generate=fast_decode` gives the tokens, scores and cache state of plain `generate()`, for every method."""
 
 import logging
+from functools import cache
 
 import pytest
 import torch
@@ -26,9 +27,13 @@ SETTINGS = {
 }
 
 
-@pytest.fixture(scope="module")
-def model():
-    return FAMILIES["llama-gqa2"].build()
+the_model = cache(lambda layers: FAMILIES["llama-gqa2"].build(num_hidden_layers=layers))
+
+
+@pytest.fixture
+def model(request):
+    case = getattr(request.node, "callspec", None) and request.node.callspec.params.get("case")
+    return the_model(case.layers if case else 2)
 
 
 def both(model, make, ids, mask, **kwargs):

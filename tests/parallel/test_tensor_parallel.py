@@ -36,12 +36,16 @@ def _launch(ranks: int, *arguments: str, device: str = "cpu", timeout: int = 300
     return subprocess.run(command, capture_output=True, text=True, timeout=timeout, env=environment)
 
 
+def _model(**options):
+    return build("llama-gqa2", **SHAPE, **options)
+
+
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
     folder = tmp_path_factory.mktemp("parallel")
-    torch.manual_seed(0)
-    model = build("llama-gqa2", **SHAPE)
-    model.save_pretrained(folder / "model")
+    for layers in {case.layers for case in METHODS}:
+        _model(num_hidden_layers=layers).save_pretrained(folder / f"model-{layers}")
+    model = _model()
     with torch.no_grad():
         cache = kvsparse_hf.SnapKVCache(model, budget=12, window=4, kernel=3)
         model(input_ids=torch.arange(3, 40)[None], **{kvsparse_hf.hf.compat.CACHE_ARGUMENT: cache})
@@ -121,14 +125,14 @@ def test_loading_on_another_number_of_ranks_is_refused(found, tmp_path):
     only = tmp_path / "saved"
     only.mkdir()
     shutil.copytree(found[2] / "saved" / "rank-0-of-2", only / "rank-0-of-2")
-    model = build("llama-gqa2", **SHAPE)
+    model = _model()
     with pytest.raises(UnsupportedOperationError, match="2 tensor-parallel rank"):
         SparseCache.load(only, model)
 
 
 def test_saving_over_what_other_ranks_saved(found, tmp_path):
     """The folder then holds the new cache alone."""
-    model, saved = build("llama-gqa2", **SHAPE), tmp_path / "saved"
+    model, saved = _model(), tmp_path / "saved"
     shutil.copytree(found[2] / "saved", saved)
     cache = kvsparse_hf.FullCache(model)
     generate(model, tokens(20), cache, 3)
@@ -164,8 +168,8 @@ def test_layers_on_disk(folder):
     placed = {"model.embed_tokens": "cpu", "model.norm": "cpu", "model.rotary_emb": "cpu", "lm_head": "cpu", "model.layers.0": "cpu"}
     layers = build("llama-gqa2").config.num_hidden_layers
     placed |= {f"model.layers.{layer}": "disk" for layer in range(1, layers)}
-    model = AutoModelForCausalLM.from_pretrained(folder / "model", device_map=placed, offload_folder=folder / "offload")
-    whole = AutoModelForCausalLM.from_pretrained(folder / "model")
+    model = AutoModelForCausalLM.from_pretrained(folder / "model-2", device_map=placed, offload_folder=folder / "offload")
+    whole = AutoModelForCausalLM.from_pretrained(folder / "model-2")
     want = generate(whole, tokens(30), dense(whole), 8)
     for case in (ALL["full"], ALL["quest"], ALL["h2o"]):
         cache = case.make(model, AMPLE)

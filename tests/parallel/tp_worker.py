@@ -2,6 +2,7 @@
 
     torchrun --nproc_per_node 2 tp_worker.py MODEL OUTPUT DTYPE NEW
 
+MODEL is the folder's path without its ending, the number of layers: "-2" for most methods.
 Where there are GPUs, each rank is on its own.
 """
 
@@ -74,12 +75,15 @@ def main(model: str, output: Path, dtype: str, new: str) -> None:
     torch.set_num_threads(1)
     torch.set_grad_enabled(False)
     where = {"tp_plan": "auto"} if RANKS > 1 else {"device_map": "cuda" if torch.cuda.is_available() else "cpu"}
-    loaded = AutoModelForCausalLM.from_pretrained(model, dtype=getattr(torch, dtype), **where).eval()
-    new = int(new)
-    found = {case.id: run(case.make(loaded), loaded, new) for case in METHODS}
+    depths = {
+        layers: AutoModelForCausalLM.from_pretrained(f"{model}-{layers}", dtype=getattr(torch, dtype), **where).eval()
+        for layers in {case.layers for case in METHODS}
+    }
+    new, loaded, found = int(new), depths[2], {}
     for case in METHODS:
+        found[case.id] = run(case.make(depths[case.layers]), depths[case.layers], new)
         if case.uneven and case.evicts:
-            found[case.id + ", second turn"] = second_turn(case.make(loaded), loaded, new)
+            found[case.id + ", second turn"] = second_turn(case.make(depths[case.layers]), depths[case.layers], new)
     # Methods whose heads decide together, where the rest moves instead of going.
     window = dict(budget=12, window=4, kernel=3, action="offload")
     for name, cache in (
