@@ -1,12 +1,14 @@
 """A cache owns its state and all of it: interleaving, copies, reset, files, permutations of rows, taking tokens back."""
 
 import copy
+import functools
 import json
 import threading
 from collections.abc import Iterable
 
 import pytest
 import torch
+import transformers
 from helpers import (
     decode,
     dense,
@@ -398,19 +400,39 @@ def test_crop_past_a_sliding_window_changes_nothing_when_refused(family):
     assert torch.equal(decode(model, mine, tokens(6)), decode(model, straight, tokens(6)))
 
 
+def _drafting(family, how):
+    """Options of `generate()`, and a prompt that repeats itself, so that prompt lookup proposes right and wrong drafts."""
+    ids = tokens(10).repeat(1, 5)
+    if how == "prompt-lookup":
+        return ids, {"prompt_lookup_num_tokens": 4}
+    assistant = build(family, seed=0)  # a draft model that is right often, but not always
+    torch.manual_seed(7)
+    for weight in assistant.parameters():
+        weight.add_(torch.randn_like(weight) * 0.02 * weight.std().nan_to_num())
+    return ids, {"assistant_model": assistant}
+
+
+@functools.cache
+def _own_failure(family, how) -> str:
+    """How this version of Transformers breaks down with its own cache in the same run, if it does. A refusal is none."""
+    model, (ids, options) = build(family), _drafting(family, how)
+    try:
+        generate(model, ids, dense(model), 30, **options)
+    except ValueError:
+        return ""
+    except RuntimeError as error:
+        return str(error)
+    return ""
+
+
 @by_core
 @pytest.mark.parametrize("budget", [BUDGET, AMPLE])
 @pytest.mark.parametrize("family", ["llama-gqa2", "gemma3", "mistral-sliding"])
 @pytest.mark.parametrize("how", ["prompt-lookup", "assistant"])
 def test_drafts_equal_greedy_or_are_refused(case, budget, family, how):
-    """The prompt repeats itself, so that prompt lookup proposes right and wrong drafts."""
-    model = build(family)
-    ids = tokens(10).repeat(1, 5)
-    options = {"prompt_lookup_num_tokens": 4} if how == "prompt-lookup" else {"assistant_model": build(family, seed=0)}
-    if how == "assistant":  # a draft model that is right often, but not always
-        torch.manual_seed(7)
-        for weight in options["assistant_model"].parameters():
-            weight.add_(torch.randn_like(weight) * 0.02 * weight.std().nan_to_num())
+    if failure := _own_failure(family, how):
+        pytest.skip(f"transformers {transformers.__version__} fails with its own cache: {failure}")
+    model, (ids, options) = build(family), _drafting(family, how)
     mine, drafted = case.make(model, budget), True
     try:
         got = generate(model, ids, mine, 30, **options)
