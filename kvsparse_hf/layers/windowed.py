@@ -6,7 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ..errors import UnsupportedOperationError
+from ..errors import KVSparseError, UnsupportedOperationError
 from ..hf.attention import base_attention, base_of
 from .evicting import EvictingLayer
 from .owning import AttentionCall
@@ -66,6 +66,11 @@ class WindowLayer(EvictingLayer):
         kept = self._kept()
         keys, values = (torch.cat((old, new.to(old.dtype)), dim=2) for old, new in ((kept[0], key), (kept[1], value)))
         return banded_attention(query, keys, values, self.window, call, kept[3] + pad.unsqueeze(1)), None
+
+    def restore(self, tensors: dict[str, Tensor], saved: dict, device: torch.device) -> None:
+        super().restore(tensors, saved, device)
+        if int(self._limit.max()) > self.window:
+            raise KVSparseError(f"layer {self.layer_idx} was saved with another window than {self.window} tokens.")
 
 
 def check_plain(call: AttentionCall) -> None:

@@ -21,7 +21,7 @@ from kvsparse_hf import KVSparseError, SparseCache
 from kvsparse_hf.layers.host import mapped_bytes
 
 CASES = ["full", "snapkv", "snapkv-cachepos", "streaming", "h2o", "rkv", "adakv", "quest", "loki", "retrieval-ivf", "hisparse", "tiered-lossy",
-         "cla-snapkv"]  # fmt: skip
+         "cla-snapkv", "yoco"]  # fmt: skip
 COMMON = dict(deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
 HOSTILE = st.one_of(
     st.none(), st.booleans(), st.integers(-3, 40), st.sampled_from([2**31, 2**63, 10**30, -(10**30), 1e308]),

@@ -13,7 +13,15 @@ from torch._dynamo.backends.debugging import aot_eager
 from torch.utils.flop_counter import FlopCounterMode
 from transformers.generation import CompileConfig
 
-from kvsparse_hf import FullCache, OptionError, UnsupportedModelError, UnsupportedOperationError, YOCOCache
+from kvsparse_hf import (
+    FullCache,
+    KVSparseError,
+    OptionError,
+    SparseCache,
+    UnsupportedModelError,
+    UnsupportedOperationError,
+    YOCOCache,
+)
 from kvsparse_hf.layers.owning import AttentionCall
 from kvsparse_hf.layers.windowed import banded_attention
 
@@ -106,6 +114,17 @@ def test_learned_sinks_are_refused_before_the_prompt_counts():
     with pytest.raises(UnsupportedOperationError, match="learned sinks"):
         forward(model, tokens(9), mine)
     assert int(mine.get_seq_length()) == 0 and mine.batch_size == -1
+
+
+def test_a_file_of_a_wider_window_is_refused(tmp_path):
+    model = _model()
+    mine = YOCOCache(model, window=WINDOW)
+    forward(model, tokens(20), mine)
+    mine.save(tmp_path)
+    path = tmp_path / "cache.json"
+    path.write_text(path.read_text().replace(f'"window": {WINDOW}', f'"window": {WINDOW - 1}'))
+    with pytest.raises(KVSparseError, match="another window"):
+        SparseCache.load(tmp_path, model)
 
 
 def test_crop_names_the_window():
