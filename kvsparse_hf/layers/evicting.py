@@ -289,8 +289,10 @@ class EvictingLayer(SparseLayer):
         remembered = sum(held[0].nbytes for held in self.store.extra.values())
         if remembered != self.policy.memory_bytes:
             raise KVSparseError(f"{remembered} bytes are remembered of each entry, the method needs {self.policy.memory_bytes}.")
-        self._limit = None if saved["limit"] is None else torch.tensor(saved["limit"])
-        self._settled = None if saved["settled"] is None else torch.tensor(saved["settled"])
+        batch, heads = self.store.batch, self.store.heads
+        self._limit, self._settled = _saved_counts(saved["limit"], batch, heads), _saved_counts(saved["settled"], batch)
+        if self.policy.bounded and (self._limit is None or bool((self._limit < 1).any())):
+            raise KVSparseError("the number of entries that a head may hold is missing.")
         if (raw is None) != (self.cache_positions is None):
             raise KVSparseError("the keys before their rotation are missing, or not wanted.")
         if raw is not None:
@@ -302,3 +304,11 @@ class EvictingLayer(SparseLayer):
     def tensors(self) -> dict[str, Tensor]:
         extra = self.cache_positions.tensors() if self.cache_positions is not None else {}
         return {**super().tensors(), **extra}
+
+
+def _saved_counts(value: list | None, *shape: int) -> Tensor | None:
+    """Numbers of tokens as a file names them, `shape` of them, or None where it names none."""
+    counts = None if value is None else torch.tensor(value)
+    if counts is not None and (counts.shape != shape or counts.dtype != torch.int64 or bool((counts < 0).any())):
+        raise KVSparseError(f"counts of tokens of shape {tuple(counts.shape)}: whole numbers from 0 on of shape {shape} are needed.")
+    return counts

@@ -166,6 +166,19 @@ def test_bytes_lost_and_flipped(name, at, bit, cut, which, tmp_path_factory):
     check(folder, text, blob if which else victim)
 
 
+@pytest.mark.parametrize("name", ["streaming", "h2o", "yoco", "snapkv-bounded", "scissorhands"])
+@pytest.mark.parametrize("limit", [None, 7, [[3]], [[0, 0]] * 2, [[-1, 12]] * 2, [[5.5, 12.0]] * 2, [[True, True]] * 2], ids=str)
+def test_a_forged_limit_of_a_bounded_head(name, limit, tmp_path):
+    """What a head may hold has no part in the checksum: at the next token it would be too late."""
+    description, blob = copy.deepcopy(saved(name)[0]), saved(name)[1]
+    assert description["layers"][0]["limit"] is not None
+    description["layers"][0]["limit"] = limit
+    (tmp_path / "cache.json").write_text(json.dumps(description))
+    (tmp_path / "cache.safetensors").write_bytes(blob)
+    with pytest.raises(KVSparseError):
+        SparseCache.load(tmp_path, MODEL)
+
+
 def _numbers(value, path: tuple = ()):
     """Paths of the numbers in nested JSON, one for each list."""
     items = value.items() if isinstance(value, dict) else enumerate(value[:1])
