@@ -14,7 +14,7 @@ from typer.testing import CliRunner
 from kvsparse_hf import KVSparseError
 from kvsparse_hf.cli import app
 from kvsparse_hf.cli.loading import load_model, tokenize
-from kvsparse_hf.demo import METHODS, Trial, find_model, make_trials, run_demo
+from kvsparse_hf.demo import METHODS, Trial, find_model, make_fact_trials, make_trials, run_demo
 from kvsparse_hf.demo import model as demo_model
 from kvsparse_hf.demo.passkey import ANSWER_BEGINS, TEXT_TOKENS
 from kvsparse_hf.registry import get_method
@@ -183,8 +183,27 @@ def test_no_way_works(nowhere):
         "No matching distribution",
     ):
         assert word in message
-    result = run()
-    assert result.exit_code == 2 and len(result.stderr.splitlines()) == 1 and "Three ways" in result.stderr
+
+
+def test_the_recall_model_stands_in(nowhere, tmp_path):
+    result = run("--depths", 3, "--save", tmp_path)
+    assert result.exit_code == 0, result.output
+    assert "Three ways" in result.stdout and "Asking the recall model of this package" in result.stdout
+    assert "A fact in " in result.stdout and "recall, " in result.stdout
+    rows = [json.loads(line) for line in (tmp_path / "demo.jsonl").read_text().splitlines()]
+    found = {row["case"]: row["value"] for row in rows if row["metric"] == "found"}
+    assert found["full"] == 3 > found["streaming-llm"]
+    assert {row["shape"]["model"] for row in rows} == {"recall"}
+
+
+@pytest.mark.parametrize("depths", [1, 5])
+def test_facts_stand_where_the_trial_says(depths):
+    trials = make_fact_trials(depths, seed=0)
+    assert trials == make_fact_trials(depths, seed=0) != make_fact_trials(depths, seed=1)
+    for trial in trials:
+        words = trial.prompt.split()
+        name, _ = trial.passkey.split()
+        assert abs(words.index(name) / len(words) - trial.depth) < 0.15 and trial.is_found(f"{trial.passkey} . the")
 
 
 def test_wheel_is_converted_once(monkeypatch, wheel):

@@ -1,9 +1,19 @@
-"""The recall model's texts: every answer must follow from the text, by a solver that reads words alone."""
+"""The recall model's texts: every answer must follow from the text, by a solver that reads words alone. And its weights, which
+are part of the package."""
+
+import json
+import subprocess
+import sys
+import tarfile
+import zipfile
+from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file
 
-from kvsparse_hf.recall import TASKS, make_questions, make_tokenizer
+from kvsparse_hf.recall import TASKS, load_model, make_questions, make_tokenizer
+from kvsparse_hf.recall.model import FOLDER
 from kvsparse_hf.recall.tasks import IGNORED, STEP, chains_batch, facts_batch
 from kvsparse_hf.recall.vocabulary import IDS, WORDS
 
@@ -73,3 +83,45 @@ def test_seeds():
     assert make_questions("facts", 3, 90, seed=1) != make_questions("facts", 3, 90, seed=2)
     with pytest.raises(ValueError, match="facts, chains"):
         make_questions("sums", 1, 10)
+
+
+# --- the model in the package
+
+
+def test_weights_are_small_and_plain():
+    (weights,) = FOLDER.glob("*.safetensors")
+    assert weights.stat().st_size <= 8 * 10**6
+    assert {tensor.dtype for tensor in load_file(weights).values()} == {torch.bfloat16}
+    assert {file.suffix for file in FOLDER.iterdir()} == {".json", ".safetensors"}
+
+
+def test_shipped_tokenizer_is_the_one_of_this_version():
+    model, shipped = load_model()
+    made = make_tokenizer()
+    assert json.loads(shipped.backend_tokenizer.to_str()) == json.loads(made.backend_tokenizer.to_str())
+    assert shipped.special_tokens_map == made.special_tokens_map and shipped.padding_side == "left"
+    assert model.config.vocab_size >= len(WORDS) and model.dtype is torch.float32 and not model.training
+
+
+def test_it_loads_without_a_network(monkeypatch):
+    def no(*args, **kwargs):
+        raise OSError("no network")
+
+    monkeypatch.setattr("socket.socket.connect", no)
+    model, tokenizer = load_model(dtype=torch.bfloat16)
+    inputs = tokenizer("the bako 37 . old road ? bako =>", return_tensors="pt")
+    output = model.generate(**inputs, max_new_tokens=2, do_sample=False)
+    assert tokenizer.decode(output[0, -2:]) == "bako 37"  # as the docstring says
+
+
+def test_wheel_and_sdist_hold_it(tmp_path):
+    pytest.importorskip("hatchling")
+    root = Path(__file__).parents[1]
+    subprocess.run(
+        [sys.executable, "-m", "hatchling", "build", "-d", str(tmp_path)], cwd=root, check=True, capture_output=True
+    )
+    (wheel,), (sdist,) = tmp_path.glob("*.whl"), tmp_path.glob("*.tar.gz")
+    with zipfile.ZipFile(wheel) as archive, tarfile.open(sdist) as other:
+        packed, source = set(archive.namelist()), {name.partition("/")[2] for name in other.getnames()}
+    shipped = {f"kvsparse_hf/recall/weights/{file.name}" for file in FOLDER.iterdir()}
+    assert shipped <= packed and shipped <= source and "kvsparse_hf/configs/full.yaml" in packed

@@ -1,4 +1,7 @@
-"""`kvsparse demo`: runs the passkey task and shows what each cache held and found."""
+"""`kvsparse demo`: runs the passkey task and shows what each cache held and found.
+
+Where SmolLM2 cannot be had, the recall model of this package is asked for facts instead.
+"""
 
 from pathlib import Path
 from typing import Annotated
@@ -9,9 +12,11 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 from typer import Option
 
-from ..demo import METHODS, Outcome, find_model, make_trials, run_demo
+from ..demo import METHODS, Outcome, find_model, make_fact_trials, make_trials, run_demo
 from ..demo.model import name_of
 from ..demo.passkey import ANSWER_BEGINS
+from ..errors import KVSparseError
+from ..recall.model import FOLDER, NAME
 from ..registry import get_method
 from ..report import CacheReport
 from .loading import choose_device, choose_dtype, load_model, parse_value, tokenize
@@ -19,7 +24,12 @@ from .loading import choose_device, choose_dtype, load_model, parse_value, token
 
 def demo(
     model: Annotated[
-        str | None, Option("--model", "-m", help="Folder or Hub name of a chat model. Default: SmolLM2-135M-Instruct.")
+        str | None,
+        Option(
+            "--model",
+            "-m",
+            help="Folder or Hub name of a chat model. Default: SmolLM2-135M-Instruct; the recall model where it cannot be had.",
+        ),
     ] = None,
     budget: Annotated[
         str, Option(help="Of the two sparse caches: entries per KV head, a share (0.2) or a size (8MiB).")
@@ -35,7 +45,8 @@ def demo(
     where = choose_device(device)
     kind = choose_dtype(dtype, where)
     options = {"budget": parse_value(budget)}
-    source = model or find_model(lambda message: console.print(message, style="dim"))
+    source = model or _find(console)
+    facts = source == FOLDER
     loaded, tokenizer = load_model(source, where, kind)
 
     def make_cache(method: str):
@@ -43,7 +54,7 @@ def demo(
 
     for method in METHODS:
         make_cache(method)  # a bad budget is refused before anything runs
-    trials = make_trials(tokenizer, depths, seed)
+    trials = make_fact_trials(depths, seed) if facts else make_trials(tokenizer, depths, seed)
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
     with Progress(*columns, console=console) as progress:
         task = progress.add_task("asking", total=len(trials) * len(METHODS))
@@ -52,13 +63,28 @@ def demo(
             tokenizer,
             trials,
             make_cache,
-            encode=lambda prompt: tokenize(tokenizer, prompt, None, ANSWER_BEGINS).to(where),
+            encode=lambda prompt: tokenize(tokenizer, prompt, None, "" if facts else ANSWER_BEGINS).to(where),
             advance=lambda: progress.advance(task),
         )
-    name = model or name_of(source)
-    _show(console, outcomes, f"{name}, {_hardware(where)}, {str(kind).removeprefix('torch.')}, budget {budget}")
+    name = model or (NAME if facts else name_of(source))
+    _show(
+        console,
+        outcomes,
+        "fact" if facts else "passkey",
+        f"{name}, {_hardware(where)}, {str(kind).removeprefix('torch.')}, budget {budget}",
+    )
     if save is not None:
         _save(save, outcomes, name, where, options["budget"])
+
+
+def _find(console: Console) -> Path:
+    try:
+        return find_model(lambda message: console.print(message, style="dim"))
+    except KVSparseError as error:
+        console.print(
+            f"{error} Asking the recall model of this package for facts instead.", style="dim", soft_wrap=True
+        )
+        return FOLDER
 
 
 def _hardware(device: torch.device) -> str:
@@ -71,10 +97,10 @@ def _held(report: CacheReport) -> int:
     return report.device_bytes - report.reserve_bytes
 
 
-def _show(console: Console, outcomes: list[Outcome], setting: str) -> None:
+def _show(console: Console, outcomes: list[Outcome], hidden: str, setting: str) -> None:
     trials = len(outcomes[0].answers)
     seen = outcomes[0].mean(lambda report: report.seen[0])
-    table = Table(title=f"A passkey in {seen:,.0f} tokens\n{setting}")
+    table = Table(title=f"A {hidden} in {seen:,.0f} tokens\n{setting}")
     table.add_column("cache")
     for header in ("kept", "held", "of dense", "reserve", "found", "tokens/s"):
         table.add_column(header, justify="right")

@@ -5,15 +5,22 @@ from typing import Annotated
 
 from typer import Argument, Option
 
-from .arguments import Chat, Device, Dtype, Model
+from .arguments import Chat, Device, Dtype
 
 
 def evaluate(
     task: Annotated[
         str,
-        Argument(help="gsm8k, kv, lines, longbench, longgen, multiturn, passkey, ppl or ruler.", show_default=False),
-    ],
-    model: Model,
+        Argument(help="gsm8k, kv, lines, longbench, longgen, multiturn, passkey, ppl, recall or ruler."),
+    ] = "recall",
+    model: Annotated[
+        str | None,
+        Option(
+            "--model",
+            "-m",
+            help="Folder or Hub name of a causal language model. Default, for the task recall: the recall model of this package.",
+        ),
+    ] = None,
     preset: Annotated[
         list[str] | None,
         Option(

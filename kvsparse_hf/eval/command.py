@@ -12,6 +12,8 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from ..cli.loading import choose_device, choose_dtype, load_model, parse_options
 from ..errors import KVSparseError
+from ..recall.model import FOLDER as RECALL_FOLDER
+from ..recall.model import NAME as RECALL_NAME
 from .contenders import parse_contenders
 from .engine import Engine
 from .parallel import World
@@ -25,8 +27,8 @@ from .tasks import Example, Setting, Task, get_task
 class Request:
     """The command's arguments (see `kvsparse eval --help`)."""
 
-    task: str
-    model: str
+    task: str = "recall"
+    model: str | None = None
     presets: tuple[str, ...] = ()
     limit: int | None = None
     batch_size: int = 8
@@ -62,12 +64,12 @@ def run(request: Request, console: Console | None = None) -> list[Outcome]:
         raise KVSparseError(f"--data {request.data}: no such file or folder.")
     own = world.device if request.device in ("auto", "cuda") else None
     where = own or choose_device(request.device)
-    loaded, tokenizer = load_model(request.model, where, choose_dtype(request.dtype, where))
+    name, source = _find_model(request.model, task)
+    loaded, tokenizer = load_model(source, where, choose_dtype(request.dtype, where))
     fast = where.type == "cuda" if request.fast is None else request.fast
     engine = Engine(loaded, tokenizer, request.chat, fast)
     setting = Setting(tokenizer, engine.positions, request.limit, request.seed, request.data, request.max_new_tokens)
     examples = task.examples(setting)
-    name = Path(request.model).resolve().name if Path(request.model).is_dir() else request.model
     runs = [Run.plan(task, contender, engine, name, request.seed, request.output) for contender in contenders]
     _warn(console, task, engine, examples, world)
     outcomes: list[Outcome] = []
@@ -87,6 +89,18 @@ def run(request: Request, console: Console | None = None) -> list[Outcome]:
         )
         draw_if_possible(console, request.output, task, outcomes)
     return outcomes
+
+
+def _find_model(model: str | None, task: Task) -> tuple[str, str | Path]:
+    """What the model is called, and where it is; without a name it is the recall model."""
+    if model is not None:
+        return (Path(model).resolve().name if Path(model).is_dir() else model), model
+    if not task.has_model:
+        raise KVSparseError(
+            f"the task {task.name} needs --model, a folder or Hub name: the recall model, which answers without it, knows the "
+            "words of the task recall alone."
+        )
+    return RECALL_NAME, RECALL_FOLDER
 
 
 def _warn(console: Console, task: Task, engine: Engine, examples: list[Example], world: World) -> None:

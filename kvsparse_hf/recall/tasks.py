@@ -2,14 +2,14 @@
 
 facts   Pairs of a name and a number among other words; asked for one name, the model repeats it and gives its number:
 
-            ... sea bado 37 . the old road kalo 5 . ... ? bado => bado 37
+            ... sea bako 37 . the old road dalo 5 . ... ? bako => bako 37
 
         The number follows from a decode step (the repeated name), so the cache must still hold it, wherever it stood.
 
 chains  Definitions that lean on earlier ones, and their solution step by step. Every step reads its definition and the
         result of an earlier step, often a long way back; sums are modulo 10:
 
-            let bado none + 7 ... let kalo bado - 3 ... solve bado none + 7 : 0 = bado 7 . kalo bado - 3 : 7 = kalo 4 . ...
+            let bako none + 7 ... let dalo bako - 3 ... solve bako none + 7 : 0 = bako 7 . dalo bako - 3 : 7 = dalo 4 . ...
 """
 
 from __future__ import annotations

@@ -17,6 +17,8 @@ from transformers import AutoModelForCausalLM
 
 from kvsparse_hf import FullCache, KVSparseError, OptionError, SnapKVCache
 from kvsparse_hf.eval.lm_eval import KVSparseLM
+from kvsparse_hf.recall import make_questions
+from kvsparse_hf.recall.model import FOLDER
 
 ROOT = Path(__file__).parents[2]
 STORY = "The ferry leaves at noon. " * 6
@@ -114,6 +116,24 @@ def test_a_small_budget_changes_what_follows_the_prompt(folder, manager):
         for a, b in zip(x, y, strict=True)
     ]
     assert max(moved) > 0.05
+
+
+def test_facts_for_the_recall_model(tmp_path):
+    """A budget that holds everything scores as the full cache; a window loses what is old."""
+    data = tmp_path / "facts.jsonl"
+    asked = make_questions("facts", 24, 400)
+    docs = [{"text": question.prompt, "choices": [question.answer]} for question in asked]
+    data.write_text("".join(json.dumps(doc) + "\n" for doc in docs), encoding="utf-8")
+    text = TASKS["tiny_generate"].format(file=data).replace("tiny_generate", "facts")
+    (tmp_path / "facts.yaml").write_text(text.replace("max_gen_toks: 8", "max_gen_toks: 2"), encoding="utf-8")
+    manager = TaskManager(include_path=str(tmp_path), include_defaults=False)
+    scores = {}
+    for preset, budget in (("full", None), ("snapkv-512", 512), ("streaming-llm-512", 50)):
+        options = {"preset": preset, "add_bos_token": True} | ({"budget": budget} if budget else {})
+        _, results = evaluate(FOLDER, manager, "kvsparse", ("facts",), **options)
+        scores[preset] = results["facts"]["exact_match,none"]
+    assert scores["full"] >= 0.95 and scores["snapkv-512"] == scores["full"]
+    assert scores["streaming-llm-512"] <= 0.4
 
 
 def model(folder, **options):

@@ -116,25 +116,13 @@ def test_one_process_instead_of_several_is_noted(monkeypatch):
 
 
 @pytest.mark.slow
-def test_two_processes_give_what_one_gives(folder, tmp_path):
-    arguments = [
-        "eval",
-        "kv",
-        "--model",
-        str(folder),
-        "--device",
-        "cpu",
-        "-t",
-        "pairs=2",
-        "--limit",
-        "7",
-        "--max-new-tokens",
-        "6",
-        "-b",
-        "2",
-        "-p",
-        SMALL,
-    ]
+@pytest.mark.parametrize("task", ["kv", "recall"])
+def test_two_processes_give_what_one_gives(folder, tmp_path, task):
+    asked = {
+        "kv": ("--model", folder, "-t", "pairs=2", "--limit", 7, "--max-new-tokens", 6),
+        "recall": ("-t", "lengths=400", "-t", "steps=6", "--limit", 5),
+    }[task]
+    arguments = ["eval", task, *map(str, asked), "--device", "cpu", "-b", "2", "-p", SMALL]
     launch = [sys.executable, "-m", "accelerate.commands.launch", "--multi_gpu", "--num_processes", "2", "--num_machines", "1",
               "--mixed_precision", "no", "--dynamo_backend", "no", "-m", "kvsparse_hf.cli"]  # fmt: skip
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
@@ -153,3 +141,5 @@ def test_two_processes_give_what_one_gives(folder, tmp_path):
         assert answers(tmp_path / "one", case) == answers(tmp_path / "two", case)
     one, two = rows(tmp_path / "one"), rows(tmp_path / "two")
     assert [row["scores"] for row in one] == [row["scores"] for row in two] and len(two) == 2
+    if task == "recall":
+        assert one[0]["value"] >= 90

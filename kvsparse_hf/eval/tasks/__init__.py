@@ -12,6 +12,7 @@ from .longgen import LongGenTask
 from .multiturn import MultiTurnTask
 from .passkey import PasskeyTask
 from .ppl import PerplexityTask
+from .recall import RecallTask
 from .ruler import RulerTask
 
 __all__ = ["Answer", "Example", "Setting", "Task", "get_task", "list_tasks"]
@@ -27,6 +28,7 @@ _TASKS: dict[str, type[Task]] = {
         MultiTurnTask,
         PasskeyTask,
         PerplexityTask,
+        RecallTask,
         RulerTask,
     )
 }

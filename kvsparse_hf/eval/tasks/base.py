@@ -131,12 +131,14 @@ class Task:
         primary: the metric that stands in the row and the plot.
         unit: of all metrics; a share is shown in percent.
         needs_template: whether the task was written for a chat template, so that its absence is worth a word.
+        has_model: whether the recall model of this package can answer, so that no model need be named.
     """
 
     name: ClassVar[str]
     primary: ClassVar[str]
     unit: ClassVar[str] = "%"
     needs_template: ClassVar[bool] = True
+    has_model: ClassVar[bool] = False
     Options: ClassVar[type[TaskOptions]] = TaskOptions
 
     def __init__(self, options: dict[str, Any]):
