@@ -144,8 +144,11 @@ def nowhere(monkeypatch, tmp_path):
 
     monkeypatch.setattr(demo_model, "snapshot_download", no)
     monkeypatch.setattr(demo_model.HfApi, "model_info", no)
+    find = demo_model.importlib.util.find_spec  # others ask it too, while they import a model
     monkeypatch.setattr(demo_model.subprocess, "run", no_pip)
-    monkeypatch.setattr(demo_model.importlib.util, "find_spec", lambda name: object())
+    monkeypatch.setattr(
+        demo_model.importlib.util, "find_spec", lambda name, *rest: object() if name == "gguf" else find(name, *rest)
+    )
     monkeypatch.setattr(demo_model.sys, "platform", "linux")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     return tmp_path / "kvsparse_hf"
