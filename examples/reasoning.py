@@ -172,7 +172,8 @@ def draw(results: Path, plot: Path, metric: str, label: str) -> None:
     import matplotlib.pyplot as plt
 
     rows = [json.loads(line) for line in results.read_text().splitlines()]
-    newest = {row["case"]: row for row in rows if row["metric"] == metric}
+    rows = [row for row in rows if row["metric"] == metric]
+    newest = {row["case"]: row for row in rows if row["shape"]["model"] == rows[-1]["shape"]["model"]}
     figure, axes = plt.subplots(figsize=(7, 4.5))
     for index, share in enumerate(RESIDENT):
         mine = sorted((row["shape"]["evicted"], row["value"], row["se"]) for row in newest.values() if row["shape"].get("hbm") == share)
