@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from rich import box
 from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
@@ -93,20 +94,18 @@ def show(console: Console, task: Task, outcomes: list[Outcome]) -> None:
     title = (
         f"{task.name}: {n} example{'s' if n != 1 else ''} of {first.prompt_tokens:,.0f} tokens, scores in {task.unit}"
     )
-    table = Table(title=f"{title}\n{escape(where)}")
-    table.add_column("cache", overflow="fold")
-    names = [task.primary, *(name for name in first.scores if name != task.primary)]
-    for header in ("held", "of dense", "read", names[0], "minus\nfull", *names[1:]):
-        table.add_column(header.replace("_", "\n"), justify="right", no_wrap=True)
-    for run, summary in outcomes:
-        held = summary.bytes["held"] + summary.bytes["host"]
-        scores = [_with_error(summary.scores[name], task.unit) for name in names]
-        scores.insert(1, "–" if summary.difference is None else _with_error(summary.difference, task.unit, "+"))
-        read = f"{summary.bytes['read'] / 2**20:.1f} MiB"
-        table.add_row(escape(run.contender.label), f"{held / 2**20:.1f} MiB", f"{summary.share:.1%}", read, *scores)
+    title = f"{title}\n{escape(where)}"
+    labels = [escape(run.contender.label) for run, _ in outcomes]
+    table = _scores(task, outcomes, title, labels)
+    wanted = console.measure(table, options=console.options.update_width(10_000)).maximum
+    if wanted > console.width:  # long labels would be folded letter by letter
+        numbers = [str(number) for number, _ in enumerate(labels, start=1)]
+        for number, label in zip(numbers, labels, strict=True):
+            console.print(f"{number:>3}  {label}", soft_wrap=True)
+        labels, table = numbers, _scores(task, outcomes, title, numbers)
     console.print(table)
     if first.subsets:
-        console.print(_parts(task, outcomes))
+        console.print(_parts(task, outcomes, labels))
     if task.unit == "%" and first.scores[task.primary].value == 0:
         console.print(
             "note: the full cache scores 0, so the others cannot lose anything: take another model or an easier task.",
@@ -119,11 +118,26 @@ def show(console: Console, task: Task, outcomes: list[Outcome]) -> None:
     )
 
 
-def _parts(task: Task, outcomes: list[Outcome]) -> Table:
-    table = Table(title=f"{task.primary} by part ({task.unit})")
+def _scores(task: Task, outcomes: list[Outcome], title: str, labels: list[str]) -> Table:
+    table = Table(title=title, box=box.SIMPLE_HEAD)
+    table.add_column("cache", no_wrap=True)
+    names = [task.primary, *(name for name in outcomes[0][1].scores if name != task.primary)]
+    for header in ("held\nMiB", "of\ndense", "read\nMiB", names[0], "minus\nfull", *names[1:]):
+        table.add_column(header.replace("_", "\n"), justify="right", no_wrap=True)
+    for label, (_, summary) in zip(labels, outcomes, strict=True):
+        held = summary.bytes["held"] + summary.bytes["host"]
+        scores = [_with_error(summary.scores[name], task.unit) for name in names]
+        scores.insert(1, "–" if summary.difference is None else _with_error(summary.difference, task.unit, "+"))
+        sizes = (f"{size / 2**20:.1f}" for size in (held, summary.bytes["read"]))
+        table.add_row(label, next(sizes), f"{summary.share:.1%}", next(sizes), *scores)
+    return table
+
+
+def _parts(task: Task, outcomes: list[Outcome], labels: list[str]) -> Table:
+    table = Table(title=f"{task.primary} by part ({task.unit})", box=box.SIMPLE_HEAD)
     table.add_column("part")
-    for run, _ in outcomes:
-        table.add_column(escape(run.contender.label), justify="right", overflow="fold")
+    for label in labels:
+        table.add_column(label, justify="right", overflow="fold")
     for part in outcomes[0][1].subsets:
         table.add_row(part, *(_with_error(summary.subsets[part][task.primary], task.unit) for _, summary in outcomes))
     return table

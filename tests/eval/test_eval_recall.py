@@ -1,5 +1,7 @@
 """The recall model tells methods apart: what is evicted is lost, what is skipped or moved is not. And the task's own rules."""
 
+import io
+
 import pytest
 from eval_tools import answered, refused, rows
 from rich.console import Console
@@ -102,6 +104,20 @@ def test_it_is_the_default_of_the_command(tmp_path):
     assert full["metric"] == "recall/exact" and full["shape"]["model"] == "recall" and full["n"] == 6
     assert set(full["subsets"]) == {"facts", "chains"} and small["case"] == "snapkv-512:budget=0.5"
     assert "chat template" not in result.stdout
+
+
+@pytest.mark.parametrize("width", [80, 200])
+def test_long_labels_do_not_push_the_figures_out(tmp_path, width):
+    presets = ("streaming-llm-512:budget=0.5", "retrieval-flat-2048:budget=0.5,sinks=4,recent=16")
+    request = Request(
+        presets=presets, task_options=("lengths=60", "steps=3", "samples=2"), batch_size=4, device="cpu", output=tmp_path
+    )
+    console = Console(width=width, record=True, file=io.StringIO())
+    run(request, console)
+    text = console.export_text()
+    assert all(label in text for label in presets) and "…" not in text
+    figures = [line for line in text.splitlines() if line.count("±") >= 3]  # exact, its difference, words
+    assert len(figures) >= 2
 
 
 def test_a_batch_gives_what_each_row_gives_alone(tmp_path):
