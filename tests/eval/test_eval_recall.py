@@ -11,6 +11,7 @@ from kvsparse_hf import KVSparseError, OptionError
 from kvsparse_hf.cli import app
 from kvsparse_hf.eval import get_task, list_tasks
 from kvsparse_hf.eval.command import Request, run
+from kvsparse_hf.eval.results import show
 from kvsparse_hf.eval.tasks import Setting
 from kvsparse_hf.recall import LENGTH, STEPS, load_model, make_tokenizer
 
@@ -112,8 +113,9 @@ def test_long_labels_do_not_push_the_figures_out(tmp_path, width):
     request = Request(
         presets=presets, task_options=("lengths=60", "steps=3", "samples=2"), batch_size=4, device="cpu", output=tmp_path
     )
+    outcomes = run(request, Console(quiet=True))
     console = Console(width=width, record=True, file=io.StringIO())
-    run(request, console)
+    show(console, get_task("recall"), outcomes)
     text = console.export_text()
     assert all(label in text for label in presets) and "…" not in text
     figures = [line for line in text.splitlines() if line.count("±") >= 3]  # exact, its difference, words
