@@ -2,7 +2,7 @@
 
 import hashlib
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from pydantic import BaseModel, ConfigDict
 from transformers import PreTrainedTokenizerBase
 
-from ...errors import KVSparseError
+from ...errors import KVSparseError, suggest
 from ...options import parse_options
 
 if TYPE_CHECKING:
@@ -22,6 +22,25 @@ class TaskOptions(BaseModel):
     """Options of a task: its `-t key=value` on the command line."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
+
+
+def as_tuple(value: Any) -> tuple:
+    """An option that takes several values, as the command line gives them: "a,b", a list, or one value."""
+    if isinstance(value, str):
+        return tuple(value.split(","))
+    return tuple(value) if isinstance(value, (list, tuple)) else (value,)
+
+
+def check_known(names: tuple, known: Collection[str], kind: str) -> tuple:
+    """The names themselves.
+
+    Raises:
+        KVSparseError: one is not among `known`; with the nearest that is.
+    """
+    for name in names:
+        if name not in known:
+            raise KVSparseError(f"unknown {kind} {name!r}.{suggest(str(name), known)}")
+    return names
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,7 @@ from pydantic import Field, field_validator
 from ...errors import KVSparseError, suggest
 from ..data import load_hub, read_rows
 from ..metrics import longbench
-from .base import Answer, Example, Setting, Task, TaskOptions
+from .base import Answer, Example, Setting, Task, TaskOptions, as_tuple, check_known
 
 _FIELDS = {"input": str, "context": str, "answers": list, "all_classes": (list, type(None))}
 # The data set is a zip of JSON lines.
@@ -38,11 +38,7 @@ class LongBenchOptions(TaskOptions):
     @field_validator("tasks", mode="before")
     @classmethod
     def _known(cls, value: Any) -> Any:
-        names = value.split(",") if isinstance(value, str) else value
-        for name in names:
-            if name not in longbench.METRICS:
-                raise KVSparseError(f"unknown LongBench task {name!r}.{suggest(str(name), longbench.METRICS)}")
-        return tuple(names)
+        return check_known(as_tuple(value), longbench.METRICS, "LongBench task")
 
 
 class LongBenchTask(Task):

@@ -8,10 +8,10 @@ from typing import Any
 
 from pydantic import Field, field_validator
 
-from ...errors import KVSparseError, suggest
+from ...errors import KVSparseError
 from ...recall.model import LENGTH, STEPS
 from ...recall.tasks import STEP, TASKS, Question, make_questions
-from .base import Answer, Example, Setting, Task, TaskOptions
+from .base import Answer, Example, Setting, Task, TaskOptions, as_tuple, check_known
 
 _PARTS = 4  # of a text, for the share of facts found by depth
 
@@ -29,17 +29,12 @@ class RecallOptions(TaskOptions):
     @field_validator("tasks", "lengths", mode="before")
     @classmethod
     def _lists(cls, value: Any) -> Any:
-        if isinstance(value, str):
-            return tuple(value.split(","))
-        return tuple(value) if isinstance(value, (list, tuple)) else (value,)
+        return as_tuple(value)
 
     @field_validator("tasks")
     @classmethod
     def _known(cls, value: tuple[str, ...]) -> tuple[str, ...]:
-        for name in value:
-            if name not in TASKS:
-                raise KVSparseError(f"unknown recall sub-task {name!r}.{suggest(name, TASKS)}")
-        return value
+        return check_known(value, TASKS, "recall sub-task")
 
     @field_validator("lengths")
     @classmethod

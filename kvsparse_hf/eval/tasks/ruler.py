@@ -14,10 +14,10 @@ from typing import Any
 
 from pydantic import Field, field_validator
 
-from ...errors import KVSparseError, suggest
+from ...errors import KVSparseError
 from ..data import read_rows, read_text
 from ..metrics import get_metric
-from .base import Answer, Example, Setting, Task, TaskOptions
+from .base import Answer, Example, Setting, Task, TaskOptions, as_tuple, check_known
 from .words import endless, haystack, largest_fit, made_up, number, pairs, vocabulary
 
 _TEMPLATE_TOKENS = 64  # left free for the chat template
@@ -43,17 +43,12 @@ class RulerOptions(TaskOptions):
     @field_validator("tasks", "lengths", "depths", mode="before")
     @classmethod
     def _lists(cls, value: Any) -> Any:
-        if isinstance(value, str):
-            return tuple(value.split(","))
-        return tuple(value) if isinstance(value, (list, tuple)) else (value,)
+        return as_tuple(value)
 
     @field_validator("tasks")
     @classmethod
     def _known(cls, value: tuple[str, ...]) -> tuple[str, ...]:
-        for name in value:
-            if name not in _MAKERS:
-                raise KVSparseError(f"unknown ruler sub-task {name!r}.{suggest(name, _MAKERS)}")
-        return value
+        return check_known(value, _MAKERS, "ruler sub-task")
 
     @field_validator("depths")
     @classmethod
