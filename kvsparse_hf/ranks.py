@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -39,6 +40,22 @@ class Ranks:
         highest = torch.tensor(number, device=device)
         dist.all_reduce(highest, dist.ReduceOp.MAX, group=self.group)
         return int(highest)
+
+    def total(self, numbers: Sequence[int], device: torch.device) -> list[int]:
+        """The sum of the ranks' numbers, by place."""
+        if self.size == 1:
+            return list(numbers)
+        sums = torch.tensor(numbers, device=device)
+        dist.all_reduce(sums, group=self.group)
+        return sums.tolist()
+
+    def first(self, text: str) -> str:
+        """What rank 0 says."""
+        if self.size == 1:
+            return text
+        said: list[Any] = [None] * self.size
+        dist.all_gather_object(said, text, group=self.group)
+        return said[0]
 
     def gather(self, mine: Tensor) -> Tensor:
         """`[B, H / size, …]` of each rank, in equal shapes, as `[B, H, …]`; on the device it was given on."""

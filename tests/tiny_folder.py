@@ -9,7 +9,7 @@ from transformers import PreTrainedTokenizerFast
 TEMPLATE = "{% for m in messages %}<s>{{ m['content'] }}</s>{% endfor %}{% if add_generation_prompt %}<s>{% endif %}"
 
 
-def save_tiny_folder(folder: Path, chat: bool = True) -> Path:
+def save_tiny_folder(folder: Path, chat: bool = True, family: str = "llama-gqa2", **shape) -> Path:
     """Writes model and byte-level tokenizer (no merges: one token a byte) to `folder`."""
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     vocabulary = {token: index for index, token in enumerate(["<pad>", "<s>", "</s>", *alphabet])}
@@ -19,5 +19,5 @@ def save_tiny_folder(folder: Path, chat: bool = True) -> Path:
     fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, pad_token="<pad>", bos_token="<s>", eos_token="</s>")
     fast.chat_template = TEMPLATE if chat else None
     fast.save_pretrained(folder)
-    FAMILIES["llama-gqa2"].build(vocab_size=len(vocabulary), eos_token_id=2).save_pretrained(folder)
+    FAMILIES[family].build(**{"vocab_size": len(vocabulary), "eos_token_id": 2, **shape}).save_pretrained(folder)
     return folder

@@ -55,14 +55,14 @@ def random_model(
 
 def shared_model(shape: str, dtype: torch.dtype = torch.bfloat16, layers: int | None = None) -> PreTrainedModel:
     """A model of a named shape with random weights, of which each process of the running group holds its share (tensor
-    parallelism as `from_pretrained(tp_plan="auto")` sets it up, with every weight missing from the checkpoint)."""
+    parallelism as `from_pretrained` sets it up, with every weight missing from the checkpoint)."""
     config_class, fields = SHAPES[shape]
     config = config_class(**fields | ({"num_hidden_layers": layers} if layers else {}))
     verbosity = logging.get_verbosity()
     logging.set_verbosity_error()  # it would list every weight
     try:
         model_class = AutoModelForCausalLM._model_mapping[config_class]
-        return model_class.from_pretrained(None, config=config, state_dict={}, tp_plan="auto", dtype=dtype).eval()
+        return model_class.from_pretrained(None, config=config, state_dict={}, dtype=dtype, **compat.tensor_parallel()).eval()
     finally:
         logging.set_verbosity(verbosity)
 

@@ -45,6 +45,10 @@ def evaluate(
     seed: Annotated[int, Option(help="Of generated examples.")] = 0,
     device: Device = "auto",
     dtype: Dtype = "auto",
+    tensor_parallel: Annotated[
+        bool,
+        Option("--tensor-parallel", help="Under torchrun: divide the model's heads among the processes, not the examples."),
+    ] = False,
     output: Annotated[Path, Option("--output", "-o", help="Folder for eval.jsonl, figures and the answers.")] = Path(
         "eval-results"
     ),
@@ -67,6 +71,7 @@ def evaluate(
             seed=seed,
             device=device,
             dtype=dtype,
+            tensor_parallel=tensor_parallel,
             output=output,
         )
     )

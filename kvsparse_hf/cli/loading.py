@@ -1,14 +1,23 @@
 """What the commands share: reading option values, choosing a device, loading a model."""
 
+import re
 import sys
 from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    PretrainedConfig,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+)
 from transformers.utils import logging
 
-from ..errors import KVSparseError
+from ..errors import KVSparseError, UnsupportedModelError
+from ..hf.compat import tensor_parallel, text_config
 from ..texts import brief, read_yaml
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -53,23 +62,45 @@ def choose_dtype(name: str, device: torch.device) -> torch.dtype:
 
 
 def load_model(
-    model: str | Path, device: torch.device, dtype: torch.dtype
+    model: str | Path, device: torch.device, dtype: torch.dtype, divided: bool = False
 ) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
     """A causal language model and its tokenizer, from a folder or the Hub.
 
+    Args:
+        divided: load this process's share of the model, to the device of the process; all processes of torchrun must do so.
+
     Raises:
-        KVSparseError: there is no such model, or it is none that generates text.
+        KVSparseError: there is no such model, or it is none that generates text, or one whose heads cannot be divided.
     """
     if str(model).startswith(("/", ".", "~")) and not Path(model).is_dir():
         raise KVSparseError(f"model {str(model)!r}: no such folder.")
     if not sys.stderr.isatty():
         logging.disable_progress_bar()
+    tokenizer = _load(AutoTokenizer, model)
+    if divided:
+        _check_divisible(_load(AutoConfig, model))
+        loaded = _load(AutoModelForCausalLM, model, dtype=dtype, **tensor_parallel())
+    else:
+        loaded = _load(AutoModelForCausalLM, model, dtype=dtype).to(device)
+    return loaded.eval(), tokenizer
+
+
+def _load(kind: type, model: str | Path, **options: Any) -> Any:
     try:
-        tokenizer = AutoTokenizer.from_pretrained(model)
-        loaded = AutoModelForCausalLM.from_pretrained(model, dtype=dtype)
+        return kind.from_pretrained(model, **options)
     except (OSError, ValueError, ImportError) as error:
         raise KVSparseError(f"model {str(model)!r} cannot be loaded: {_first_line(error)}") from error
-    return loaded.to(device).eval(), tokenizer
+
+
+def _check_divisible(config: PretrainedConfig) -> None:
+    """Refuses models without a plan for tensor parallelism, and those whose plan gathers what it projected (Phi-3, OLMo 2): each
+    rank then attends with all heads."""
+    plan = getattr(text_config(config), "base_model_tp_plan", None) or {}
+    if not any(re.search(r"\b(self_)?(attn|attention)\b", name) and style == "colwise" for name, style in plan.items()):
+        raise UnsupportedModelError(
+            f"{config.model_type}: Transformers has no plan that divides the attention heads of this model among processes; "
+            "use accelerate launch, which divides the examples."
+        )
 
 
 def tokenize(tokenizer: PreTrainedTokenizerBase, text: str, chat: bool | None, answer: str = ""):

@@ -40,12 +40,13 @@ class Request:
     seed: int = 0
     device: str = "auto"
     dtype: str = "auto"
+    tensor_parallel: bool = False
     output: Path = Path("eval-results")
 
 
 def run(request: Request, console: Console | None = None) -> list[Outcome]:
-    """Runs a task with every preset. In several processes (`accelerate launch`) each takes its share of the batches; the first
-    one merges, prints and writes.
+    """Runs a task with every preset. In several processes (`accelerate launch`) each takes its share of the batches, or, with
+    `tensor_parallel` (`torchrun`), its share of the model; the first one merges, prints and writes.
 
     Args:
         console: where progress and the table are shown; `Console(quiet=True)` shows nothing.
@@ -56,7 +57,7 @@ def run(request: Request, console: Console | None = None) -> list[Outcome]:
     Raises:
         KVSparseError: a bad argument, bad data, or a model that cannot be served; before anything runs.
     """
-    world = World.current(request.device)
+    world = World.current(request.device, request.tensor_parallel)
     console = (console or Console(highlight=False)) if world.is_main else Console(quiet=True)
     task = get_task(request.task, **parse_options(list(request.task_options)))
     contenders = parse_contenders(list(request.presets))
@@ -65,12 +66,14 @@ def run(request: Request, console: Console | None = None) -> list[Outcome]:
     own = world.device if request.device in ("auto", "cuda") else None
     where = own or choose_device(request.device)
     name, source = _find_model(request.model, task)
-    loaded, tokenizer = load_model(source, where, choose_dtype(request.dtype, where))
+    loaded, tokenizer = load_model(source, where, choose_dtype(request.dtype, where), request.tensor_parallel)
     fast = where.type == "cuda" if request.fast is None else request.fast
     engine = Engine(loaded, tokenizer, request.chat, fast)
     setting = Setting(tokenizer, engine.positions, request.limit, request.seed, request.data, request.max_new_tokens)
     examples = task.examples(setting)
+    world.agree((example.mark() for example in examples), "the examples; give all the same data")
     runs = [Run.plan(task, contender, engine, name, request.seed, request.output) for contender in contenders]
+    world.agree((run.key for run in runs), "the versions of what they run, or in a preset")
     _warn(console, task, engine, examples, world)
     outcomes: list[Outcome] = []
     baseline = None
@@ -88,6 +91,7 @@ def run(request: Request, console: Console | None = None) -> list[Outcome]:
             f"rows: {request.output / 'eval.jsonl'}; answers: {request.output / 'runs'}", style="dim", soft_wrap=True
         )
         draw_if_possible(console, request.output, task, outcomes)
+    world.close()
     return outcomes
 
 

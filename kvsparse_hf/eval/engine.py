@@ -10,7 +10,7 @@ from ..cache import SparseCache
 from ..cli.loading import tokenize
 from ..decoding import fast_decode
 from ..errors import KVSparseError
-from ..hf.compat import CACHE_ARGUMENT, text_config
+from ..hf.compat import CACHE_ARGUMENT, ranks_of, text_config
 from .forced import left_pad
 from .tasks.base import Answer, Example
 
@@ -148,9 +148,8 @@ class Engine:
         cuts = [at for at in (text.find(mark) for mark in example.stop) if at >= 0]
         return text[: min(cuts)] if cuts else text
 
-    @staticmethod
-    def held(cache: SparseCache, rows: int) -> dict[str, float]:
-        """Bytes that the cache holds now, per row (see `Answer.bytes`)."""
+    def held(self, cache: SparseCache, rows: int) -> dict[str, float]:
+        """Bytes that the cache holds now, per row (see `Answer.bytes`), in all ranks that share the model."""
         report = cache.report()
         held = {
             "held": report.device_bytes - report.reserve_bytes,
@@ -158,7 +157,8 @@ class Engine:
             "dense": report.dense_bytes,
             "read": report.read_bytes,
         }
-        return {name: value / rows for name, value in held.items()}
+        whole = ranks_of(self.model).total(list(held.values()), self.device)
+        return {name: value / rows for name, value in zip(held, whole, strict=True)}
 
 
 def _until(ids: list[int], ends: list[int], pad: int) -> list[int]:

@@ -57,6 +57,7 @@ def make_row(task: Task, run: Run, summary: Summary, batch_size: int) -> dict[st
             "context": round(summary.prompt_tokens),
             "new_tokens": round(summary.new_tokens),
             "budget": facts["cache"].get("budget"),
+            "ranks": facts.get("ranks", 1),
             **{name: facts[name] for name in ("cache", "options", "dtype", "device", "chat", "fast", "seed")},
         },
         "gpu": around["gpu"],
@@ -90,6 +91,7 @@ def show(console: Console, task: Task, outcomes: list[Outcome]) -> None:
     """The summary table, and one row per part where the task has parts."""
     facts, first = outcomes[0][0].facts, outcomes[0][1]
     where = f"{facts['model']}, {facts['device']}, {facts['dtype']}"
+    where += f", divided among {facts['ranks']} ranks" if "ranks" in facts else ""
     n = first.scores[task.primary].n
     title = (
         f"{task.name}: {n} example{'s' if n != 1 else ''} of {first.prompt_tokens:,.0f} tokens, scores in {task.unit}"

@@ -14,6 +14,7 @@ from transformers import PreTrainedModel
 
 from ..bench.timing import environment
 from ..errors import KVSparseError
+from ..hf import compat
 from .contenders import Contender
 from .engine import Engine
 from .jsonl import JsonLines
@@ -28,7 +29,8 @@ class Run:
     """What a run is made of.
 
     Attributes:
-        facts: everything that its answers depend on; they name its folder.
+        facts: everything that its answers depend on; they name its folder. "ranks" is among them where the model is divided
+            among processes.
         folder: where its answers are kept, one JSON line per finished example.
     """
 
@@ -38,7 +40,7 @@ class Run:
 
     @classmethod
     def plan(cls, task: Task, contender: Contender, engine: Engine, model_name: str, seed: int, output: Path) -> "Run":
-        versions = environment()["versions"]
+        versions, ranks = environment()["versions"], compat.ranks_of(engine.model).size
         facts = {
             "task": task.name,
             "options": task.options.model_dump(mode="json"),
@@ -50,6 +52,7 @@ class Run:
             "chat": engine.chat,
             "fast": engine.fast,
             "seed": seed,
+            **({"ranks": ranks} if ranks > 1 else {}),
             "versions": {**{name: versions.get(name) for name in _VERSIONS}, "kvsparse_hf": own_version()},
         }
         digest = hashlib.sha256(json.dumps(facts, sort_keys=True, default=str).encode()).hexdigest()[:10]
@@ -68,12 +71,14 @@ def own_version() -> str:
 
 
 def fingerprint(model: PreTrainedModel) -> str:
-    """A hash of the first values of every parameter: another checkpoint under the same name is another model."""
+    """A hash of the first values of every parameter: another checkpoint under the same name is another model. Of a model that is
+    divided among processes, that of the first, which holds the first rows and columns."""
     digest = hashlib.sha256()
     for name, parameter in model.named_parameters():
         digest.update(name.encode())
-        digest.update(parameter.detach().flatten()[:4].to("cpu", torch.float32).numpy().tobytes())
-    return digest.hexdigest()[:16]
+        first = compat.local_part(parameter.detach()).flatten()[:4]
+        digest.update(first.to("cpu", torch.float32).numpy().tobytes())
+    return compat.ranks_of(model).first(digest.hexdigest()[:16])
 
 
 def perform(
@@ -104,12 +109,13 @@ def perform(
     world.wait()  # nobody writes before everybody has read
     advance(len(done))
     open_ = [example for example in examples if example.id not in done]
+    world.agree((example.id for example in open_), "what is answered; all must see one output folder")
     file = JsonLines(run.folder / f"answers-{world.rank}.jsonl")
-    for batch in itertools.islice(_batches(open_, engine, batch_size), world.rank, None, world.size):
+    for batch in itertools.islice(_batches(open_, engine, batch_size), world.worker, None, world.workers):
         answers = task.ask(engine, batch, lambda: run.contender.make(engine.model))
-        for example, answer in zip(batch, answers, strict=True):
+        for example, answer in zip(batch, answers, strict=True) if world.writes else ():
             file.append(record(task, example, answer))
-        advance(len(batch) * world.size)
+        advance(len(batch) * world.workers)
     world.wait()
     if not world.is_main:
         return []

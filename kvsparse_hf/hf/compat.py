@@ -5,10 +5,12 @@ import inspect
 import sys
 from collections.abc import Callable, Iterator
 from types import FrameType
+from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 from transformers import AttentionInterface, AttentionMaskInterface, DynamicCache, PretrainedConfig, PreTrainedModel
 from transformers.cache_utils import CacheLayerMixin, DynamicLayer, DynamicSlidingWindowLayer, LinearAttentionLayer
+from transformers.distributed import DistributedConfig
 from transformers.generation.utils import GENERATION_MODES_MAPPING
 from transformers.masking_utils import (
     ALL_MASK_ATTENTION_FUNCTIONS,
@@ -43,6 +45,7 @@ __all__ = [
     "is_sliding_layer",
     "kv_shape",
     "layer_template",
+    "local_part",
     "only_stops_late",
     "plain_decoding",
     "ranks_of",
@@ -50,6 +53,7 @@ __all__ = [
     "reset_layer",
     "routes_attention",
     "shared_sources",
+    "tensor_parallel",
     "text_config",
 ]
 
@@ -232,6 +236,18 @@ def ranks_of(model) -> Ranks:
     if "tp" in (mesh.mesh_dim_names or ()):
         mesh = mesh["tp"]
     return Ranks(mesh.get_local_rank(), size, mesh.get_group())
+
+
+def tensor_parallel() -> dict[str, Any]:
+    """What `from_pretrained` takes to divide a model by its own plan among the processes of torchrun."""
+    if "tp_plan" in inspect.signature(DistributedConfig).parameters:
+        return {"distributed_config": DistributedConfig(tp_plan="auto")}
+    return {"tp_plan": "auto"}
+
+
+def local_part(tensor: Tensor) -> Tensor:
+    """What this rank holds of a parameter: newer versions divide it as a DTensor."""
+    return tensor.to_local() if hasattr(tensor, "to_local") else tensor
 
 
 def register_attention(name: str, attention: Callable, mask: Callable) -> None:
