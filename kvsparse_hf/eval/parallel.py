@@ -2,6 +2,7 @@
 divided among them, all ask every batch together. They share one output folder."""
 
 import datetime
+import gc
 import hashlib
 import os
 from collections.abc import Iterable
@@ -116,6 +117,7 @@ class World:
         does not wait for the others, which torchrun ends."""
         if self.own_group:
             dist.barrier()
+            gc.collect()  # NCCL does not end while there is a CUDA graph that recorded its calls
             dist.destroy_process_group()
 
 
