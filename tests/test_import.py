@@ -40,7 +40,7 @@ def test_without_triton_network_and_gpu():
         assert not torch.cuda.is_initialized()
         assert sys.modules["triton"] is None
         config = transformers.LlamaConfig(vocab_size=97, hidden_size=32, intermediate_size=48, num_hidden_layers=2,
-                                          num_attention_heads=2, num_key_value_heads=1, pad_token_id=0)
+                                          num_attention_heads=2, num_key_value_heads=1, pad_token_id=0, eos_token_id=None)
         model = transformers.LlamaForCausalLM(config).eval()
         ids = torch.arange(3, 40)[None]
         for name in kvsparse_hf.list_presets():
