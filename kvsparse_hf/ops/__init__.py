@@ -20,10 +20,12 @@ from .dispatch import (
 from .errors import BackendError
 from .hot import hot_append, hot_fetch, hot_plan
 from .reference import dequantize, quantize
-from .selection import page_scores, token_scores, topk_pages
+from .selection import choose_pages, choose_tokens, page_scores, token_scores, topk_pages
 
 __all__ = [
     "BackendError",
+    "choose_pages",
+    "choose_tokens",
     "chunk_attention",
     "column_sums",
     "decode_attention",

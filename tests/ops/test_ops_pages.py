@@ -189,7 +189,7 @@ def test_topk_in_chunks(target, k, monkeypatch):
     if target.backend == "triton":
         from kvsparse_hf.ops.kernels import topk
 
-        monkeypatch.setattr(topk, "topk_chunk", lambda pages, k: 64)
+        monkeypatch.setattr(topk, "topk_chunk", lambda pages, k: 64 if pages == 250 else 0)
     scores = torch.randint(-30, 30, (1, 3, 250)).float()
     scores[0, 0, 64:] = -math.inf  # chunks without a candidate
     scores[0, 1, 3:] = -math.inf
@@ -206,3 +206,54 @@ def test_topk_of_rows_too_long_for_one_program():
     scores[0, 1, :5] = math.nan
     for k in (1, 30, 395, 450):
         assert torch.equal(topk._topk_large(scores, k), ops.topk_pages(scores, k, backend="torch"))
+
+
+@pytest.mark.parametrize("chunk", [0, 64])
+@pytest.mark.parametrize("how", ["softmax_mean", "max"])
+@pytest.mark.parametrize("heads, group, k", [(1, 1, 5), (2, 4, 20), (3, 7, 47)])
+def test_choice_is_the_best_by_score(target, heads, group, k, how, chunk, monkeypatch):
+    """In one go and in chunks, the same pages (and tokens) as by way of the scores."""
+    if chunk and target.backend == "triton":
+        from kvsparse_hf.ops.kernels import topk
+
+        monkeypatch.setattr(topk, "topk_chunk", lambda pages, k: chunk if pages in (200, 300) else 0)
+    summary = _summary(2, heads, 200, 4, 32, torch.float32, target.device)
+    length = torch.randint(0, 800, (2, heads), dtype=torch.int32)
+    length[0, 0], length[1, 0] = 0, 800
+    length = length.to(target.device)
+    q = torch.randn(2, heads * group, 32, device=target.device)
+    options = dict(page_size=4, scale=0.2, group_reduce=how, sink_pages=1, recent_pages=2, backend=target.backend)
+    got = ops.choose_pages(q, summary, length, k, **options)
+    oracle = _pages_oracle(q, summary, length, 4, 0.2, how, 1, 2)
+    assert got.flatten(0, 1).tolist() == [_topk_oracle(row, k) for row in oracle.flatten(0, 1).tolist()]
+    keys, length = torch.randn(2, heads, 300, 40, device=target.device), length.clamp(max=300)
+    options = dict(dims=32, scale=0.3, group_reduce=how, sinks=2, recent=3, softcap=2.0, backend=target.backend)
+    got = ops.choose_tokens(q, keys, length, k, **options)
+    oracle = _tokens_oracle(q, keys, length, 32, 0.3, how, 2.0, 2, 3)
+    assert got.flatten(0, 1).tolist() == [_topk_oracle(row, k) for row in oracle.flatten(0, 1).tolist()]
+
+
+def test_choice_of_nothing(target):
+    summary = torch.zeros(1, 2, 0, 2, 16, device=target.device)
+    length = torch.zeros(1, 2, dtype=torch.int32, device=target.device)
+    q = torch.randn(1, 4, 16, device=target.device)
+    for k in (0, 3):
+        got = ops.choose_pages(q, summary, length, k, page_size=4, scale=1.0, backend=target.backend)
+        assert got.tolist() == [[[-1] * k] * 2]
+        keys = torch.zeros(1, 2, 0, 16, device=target.device)
+        assert torch.equal(ops.choose_tokens(q, keys, length, k, dims=16, scale=1.0, backend=target.backend), got)
+
+
+def test_topk_in_chunks_of_chunks(monkeypatch):
+    """Candidates that are still too many for one program are cut again, or left to torch."""
+    pytest.importorskip("triton")
+    if not interpreting():
+        pytest.skip("the interpreter is not on")
+    from kvsparse_hf.ops.kernels import topk
+
+    scores = torch.randint(-50, 50, (1, 2, 900)).float()
+    scores[0, 0, ::7] = -math.inf
+    monkeypatch.setattr(topk, "topk_chunk", lambda pages, k: {900: 64, 15 * 20: 100}.get(pages, 0))
+    for most in (1000, 40):
+        monkeypatch.setattr(topk, "TOPK_MOST", most)
+        assert torch.equal(ops.topk_pages(scores, 20, backend="triton"), ops.topk_pages(scores, 20, backend="torch"))

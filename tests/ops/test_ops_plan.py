@@ -38,8 +38,19 @@ def test_scores_plan_covers_every_row_and_key(total, window, group, units, dim, 
     assert cut.splits * cut.tokens >= total and cut.tokens % cut.tile.keys == 0
 
 
-@pytest.mark.parametrize("pages", [2048, 5000, 8192, 9**6])
-@pytest.mark.parametrize("k", [128, 4096])
+@pytest.mark.parametrize("pages", [1500, 2048, 5000, 8192, 131_584, 9**6])
+@pytest.mark.parametrize("k", [1, 128, 2048, 4096])
 def test_topk_chunks_leave_fewer_candidates_than_scores(pages, k):
-    chunk = plan.topk_chunk(pages, k)
-    assert chunk == 0 or -(-pages // chunk) * k <= min(pages // 2, plan.TOPK_MOST)
+    """However often what remains is cut again."""
+    while chunk := plan.topk_chunk(pages, k):
+        assert chunk <= plan.TOPK_MOST
+        assert (left := -(-pages // chunk) * k) <= pages // 2
+        pages = left
+
+
+def test_rows_of_a_long_context_need_no_sort():
+    """131,072 tokens and a reserve, of which 2,048 are chosen."""
+    pages = 131_072 + 512
+    while chunk := plan.topk_chunk(pages, 2048):
+        pages = -(-pages // chunk) * 2048
+    assert pages <= plan.TOPK_MOST

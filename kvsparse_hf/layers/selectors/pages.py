@@ -1,6 +1,6 @@
 """Quest's selector: pages of keys, ranked by an upper bound of their logits."""
 
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -51,6 +51,8 @@ class PageSelector(Selector):
 
     def select(self, query: Tensor, store: RaggedStore, call: AttentionCall) -> Selection:
         if self.reduce != "none":
+            if self.limit is None and not self.spare:
+                return Selection(ops.choose_pages(*self._scored(query, store), self.width, **self._how(call, self.reduce)))
             return self.choose(self._scores(query, store, call, self.reduce))
         # One query head of every group at a time, each against all the summaries.
         grouped = query.unflatten(1, (store.heads, -1))
@@ -58,10 +60,13 @@ class PageSelector(Selector):
         return Selection(self.top(torch.stack(scores, dim=2).flatten(1, 2)))
 
     def _scores(self, query: Tensor, store: RaggedStore, call: AttentionCall, reduce: str) -> Tensor:
-        return ops.page_scores(
-            query,
-            self.bounds,
-            store.length,
+        return ops.page_scores(*self._scored(query, store), **self._how(call, reduce))
+
+    def _scored(self, query: Tensor, store: RaggedStore) -> tuple[Tensor, Tensor, Tensor]:
+        return query, self.bounds, store.length
+
+    def _how(self, call: AttentionCall, reduce: str) -> dict[str, Any]:
+        return dict(
             page_size=self.page_size,
             scale=call.scale,
             group_reduce=reduce,

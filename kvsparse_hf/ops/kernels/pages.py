@@ -19,14 +19,9 @@ from ._math import (
     next_power_of_2,
     require_contiguous,
 )
+from .bounds import Bounds, forced
 from .plan import plan_pages
-
-
-@triton.jit
-def forced(scores, page, valid_pages, sink_pages, recent_pages):
-    """-inf beyond the valid pages, +inf on the pages that must be chosen."""
-    always = (page < sink_pages) | (page >= valid_pages - recent_pages)
-    return tl.where(page < valid_pages, tl.where(always, float("inf"), scores), float("-inf"))
+from .topk import topk_bounds, topk_pages
 
 
 @triton.jit
@@ -83,54 +78,7 @@ def _page_bound_kernel(
                  mask=page < num_pages)
 
 
-@triton.jit
-def _page_softmax_kernel(
-    Bounds, PartMax, PartSum, Length, Out, num_pages, blocks, page_size, sink_pages, recent_pages,
-    HEADS: tl.constexpr, GROUP: tl.constexpr, BLOCK_G: tl.constexpr, BLOCKS: tl.constexpr, BLOCK_P: tl.constexpr,
-    DEPENDENT: tl.constexpr,
-):
-    """One (block of pages, KV head, batch row): softmax over all pages per query head, mean over the group."""
-    join_previous(DEPENDENT, True)
-    unit = tl.program_id(2).to(tl.int64) * HEADS + tl.program_id(1)
-    page = tl.program_id(0) * BLOCK_P + tl.arange(0, BLOCK_P)
-    g = tl.arange(0, BLOCK_G)
-    row = unit * GROUP + g
-    part = tl.arange(0, BLOCKS)
-    part_mask = (g < GROUP)[:, None] & (part < blocks)[None, :]
-    valid_pages = tl.cdiv(tl.load(Length + unit).to(tl.int32), page_size)
-    bounds = tl.load(Bounds + row[:, None] * num_pages + page[None, :],
-                     mask=(g < GROUP)[:, None] & (page < num_pages)[None, :], other=float("-inf"))
-    peaks = tl.load(PartMax + row[:, None] * blocks + part[None, :], mask=part_mask, other=float("-inf"))
-    masses = tl.load(PartSum + row[:, None] * blocks + part[None, :], mask=part_mask, other=0.0)
-    peak = finite_or_zero(tl.max(peaks, 1))
-    mass = tl.sum(masses * tl.exp2(peaks - peak[:, None]), 1)
-    share = tl.exp2(bounds - peak[:, None]) / tl.where(mass > 0, mass, 1.0)[:, None]
-    mean = tl.sum(share, 0) / GROUP
-    tl.store(Out + unit * num_pages + page, forced(mean, page, valid_pages, sink_pages, recent_pages),
-             mask=page < num_pages)
-
-
-def softmax_over_blocks(
-    bounds: Tensor,
-    parts: Tensor,
-    length: Tensor,
-    out: Tensor,
-    page_size: int,
-    sink_pages: int,
-    recent_pages: int,
-    block: int,
-) -> None:
-    """Second pass of "softmax_mean": bounds [B, Hq, P] and parts [2, B * Hq, blocks] of the first, out [B, H, P]."""
-    batch, heads, pages = out.shape
-    group, blocks = bounds.shape[1] // heads, parts.shape[-1]
-    _page_softmax_kernel[(triton.cdiv(pages, block), heads, batch)](
-        bounds, parts[0], parts[1], length, out, pages, blocks, page_size, sink_pages, recent_pages,
-        HEADS=heads, GROUP=group, BLOCK_G=next_power_of_2(group), BLOCKS=next_power_of_2(blocks), BLOCK_P=block,
-        num_warps=4, **launch_options(out.device),
-    )
-
-
-def page_scores(
+def _bound_pages(
     q: Tensor,
     summary: Tensor,
     length: Tensor,
@@ -140,29 +88,37 @@ def page_scores(
     group_reduce: str,
     sink_pages: int,
     recent_pages: int,
-) -> Tensor:
-    """See :func:`kvsparse_hf.ops.page_scores`."""
+) -> Tensor | Bounds:
+    """The first pass: final scores [B, H, P], or what "softmax_mean" has still to reduce."""
     check_reduction(group_reduce)
     batch, heads, pages, _, dim = summary.shape
     group = q.shape[1] // heads
     require_contiguous(summary=summary)
     q, length = inner_contiguous(q), length.contiguous()
-    out = torch.empty(batch, heads, pages, dtype=torch.float32, device=q.device)
-    if pages == 0:
-        return out
     softmax = group_reduce == "softmax_mean"
     plan = plan_pages(pages, batch * heads, summary.element_size(), multiprocessors(q.device))
     blocks = triton.cdiv(pages, plan.pages)
     parts = torch.empty(2, batch * heads * group, blocks, dtype=torch.float32, device=q.device) if softmax else None
-    bounds = torch.empty(batch, heads * group, pages, dtype=torch.float32, device=q.device) if softmax else out
-    _page_bound_kernel[(blocks, heads, batch)](
-        q, summary, length, bounds, *((parts[0], parts[1]) if softmax else (None, None)),
-        q.stride(0), q.stride(1), pages, page_size, scale, sink_pages, recent_pages,
-        HEADS=heads, GROUP=group, D=dim, BLOCK_G=max(16, next_power_of_2(group)),
-        BLOCK_D=max(16, next_power_of_2(dim)), BLOCK_P=plan.pages,
-        REDUCE=group_reduce, EAGER=plan.eager, PRECISION=dot_precision(summary.dtype), **launch_options(q.device),
-        num_warps=plan.warps, num_stages=1,
-    )
-    if softmax:
-        softmax_over_blocks(bounds, parts, length, out, page_size, sink_pages, recent_pages, plan.softmax_pages)
-    return out
+    out = torch.empty(batch, heads * (group if softmax else 1), pages, dtype=torch.float32, device=q.device)
+    if pages:
+        _page_bound_kernel[(blocks, heads, batch)](
+            q, summary, length, out, *((parts[0], parts[1]) if softmax else (None, None)),
+            q.stride(0), q.stride(1), pages, page_size, scale, sink_pages, recent_pages,
+            HEADS=heads, GROUP=group, D=dim, BLOCK_G=max(16, next_power_of_2(group)),
+            BLOCK_D=max(16, next_power_of_2(dim)), BLOCK_P=plan.pages,
+            REDUCE=group_reduce, EAGER=plan.eager, PRECISION=dot_precision(summary.dtype), **launch_options(q.device),
+            num_warps=plan.warps, num_stages=1,
+        )
+    return Bounds(out, parts, length, page_size, sink_pages, recent_pages, plan.softmax_pages) if softmax else out
+
+
+def page_scores(q: Tensor, summary: Tensor, length: Tensor, **options) -> Tensor:
+    """See :func:`kvsparse_hf.ops.page_scores`."""
+    found = _bound_pages(q, summary, length, **options)
+    return found.reduced().view(summary.shape[:3]) if isinstance(found, Bounds) else found
+
+
+def choose_pages(q: Tensor, summary: Tensor, length: Tensor, k: int, **options) -> Tensor:
+    """See :func:`kvsparse_hf.ops.choose_pages`."""
+    found = _bound_pages(q, summary, length, **options)
+    return topk_bounds(found, k).view(*summary.shape[:2], k) if isinstance(found, Bounds) else topk_pages(found, k)

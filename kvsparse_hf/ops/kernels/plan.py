@@ -192,12 +192,11 @@ def topk_warps(block: int) -> int:
 def topk_chunk(pages: int, k: int) -> int:
     """Size of the chunks whose best k are found first, or 0 to take a whole row at once.
 
-    One program is slow on a long row and the chip has many; worth it when few enough candidates remain. A row that no
-    program can hold is cut into chunks of any size that leaves candidates for one.
+    One program is slow on a long row and the chip has many; worth it when few enough candidates remain: at most half. What
+    remains may be cut again. A row that no program can hold is cut into chunks of any size that leaves so few.
     """
-    for chunk in (1024, 4096, TOPK_MOST):
-        candidates = -(-pages // chunk) * k
-        if pages > 4 * chunk and candidates <= min(pages // 2, TOPK_MOST):
+    for chunk in (1024, 4096, TOPK_MOST // 2, TOPK_MOST):
+        if pages > chunk * 4 // 3 and -(-pages // chunk) * k <= pages // 2:
             return chunk
         if pages <= TOPK_MOST:
             break

@@ -19,7 +19,8 @@ from ._math import (
     next_power_of_2,
     require_contiguous,
 )
-from .pages import forced, softmax_over_blocks
+from .bounds import Bounds, forced
+from .topk import topk_bounds, topk_pages
 
 
 @triton.jit
@@ -67,7 +68,7 @@ def _token_logit_kernel(
         tl.store(Out + unit * tokens + token, forced(reduced, token, length, sinks, recent), mask=token < tokens)
 
 
-def token_scores(
+def _score_tokens(
     q: Tensor,
     keys: Tensor,
     length: Tensor,
@@ -78,29 +79,37 @@ def token_scores(
     group_reduce: str,
     sinks: int,
     recent: int,
-) -> Tensor:
-    """See :func:`kvsparse_hf.ops.token_scores`."""
+) -> Tensor | Bounds:
+    """The first pass: final scores [B, H, C], or what "softmax_mean" has still to reduce."""
     check_reduction(group_reduce)
     batch, heads, tokens, row = keys.shape
     group = q.shape[1] // heads
     require_contiguous(keys=keys)
     q, length = inner_contiguous(q), length.contiguous()
-    out = torch.empty(batch, heads, tokens, dtype=torch.float32, device=q.device)
-    if tokens == 0:
-        return out
     block_d = max(16, next_power_of_2(dims))
     block = 256 if block_d * keys.element_size() <= 128 else 128
     blocks = triton.cdiv(tokens, block)
     softmax = group_reduce == "softmax_mean"
     parts = torch.empty(2, batch * heads * group, blocks, dtype=torch.float32, device=q.device) if softmax else None
-    logits = torch.empty(batch, heads * group, tokens, dtype=torch.float32, device=q.device) if softmax else out
-    _token_logit_kernel[(blocks, heads, batch)](
-        q, keys, length, logits, *((parts[0], parts[1]) if softmax else (None, None)),
-        q.stride(0), q.stride(1), tokens, row, scale, softcap, sinks, recent,
-        HEADS=heads, GROUP=group, D=dims, BLOCK_G=max(16, next_power_of_2(group)), BLOCK_D=block_d, BLOCK_N=block,
-        REDUCE=group_reduce, HAS_SOFTCAP=softcap > 0, PRECISION=dot_precision(keys.dtype), num_warps=4,
-        **launch_options(q.device),
-    )
-    if softmax:
-        softmax_over_blocks(logits, parts, length, out, 1, sinks, recent, 1024)
-    return out
+    out = torch.empty(batch, heads * (group if softmax else 1), tokens, dtype=torch.float32, device=q.device)
+    if tokens:
+        _token_logit_kernel[(blocks, heads, batch)](
+            q, keys, length, out, *((parts[0], parts[1]) if softmax else (None, None)),
+            q.stride(0), q.stride(1), tokens, row, scale, softcap, sinks, recent,
+            HEADS=heads, GROUP=group, D=dims, BLOCK_G=max(16, next_power_of_2(group)), BLOCK_D=block_d, BLOCK_N=block,
+            REDUCE=group_reduce, HAS_SOFTCAP=softcap > 0, PRECISION=dot_precision(keys.dtype), num_warps=4,
+            **launch_options(q.device),
+        )
+    return Bounds(out, parts, length, 1, sinks, recent, 1024) if softmax else out
+
+
+def token_scores(q: Tensor, keys: Tensor, length: Tensor, **options) -> Tensor:
+    """See :func:`kvsparse_hf.ops.token_scores`."""
+    found = _score_tokens(q, keys, length, **options)
+    return found.reduced().view(keys.shape[:3]) if isinstance(found, Bounds) else found
+
+
+def choose_tokens(q: Tensor, keys: Tensor, length: Tensor, k: int, **options) -> Tensor:
+    """See :func:`kvsparse_hf.ops.choose_tokens`."""
+    found = _score_tokens(q, keys, length, **options)
+    return topk_bounds(found, k).view(*keys.shape[:2], k) if isinstance(found, Bounds) else topk_pages(found, k)

@@ -1,4 +1,4 @@
-"""Exact top-k of each row of page scores, one program per row with the whole row in registers."""
+"""Exact top-k of each row of page scores, one program per row (or chunk of one) with all of it in registers."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ._math import join_previous, launch_options, next_power_of_2
+from .bounds import Bounds, forced, mean_share
 from .plan import TOPK_MOST, topk_chunk, topk_warps
 
 COLUMNS = 16
@@ -31,20 +32,26 @@ def _count_two(keys, first, second):
 
 @triton.jit
 def _topk_pages_kernel(
-    Scores, Ids, Out, OutScores, pages, k,
-    ROWS: tl.constexpr, COLUMNS: tl.constexpr, BLOCK_K: tl.constexpr,
+    Scores, PartMax, PartSum, Length, Ids, Out, OutScores, pages, k, blocks, page_size, sink_pages, recent_pages,
+    ROWS: tl.constexpr, COLUMNS: tl.constexpr, BLOCK_K: tl.constexpr, GROUP: tl.constexpr, BLOCKS: tl.constexpr,
     HAS_IDS: tl.constexpr, HAS_SCORES: tl.constexpr, DEPENDENT: tl.constexpr,
 ):
     """One (row, chunk of it), as ROWS x COLUMNS scores: a few columns in a row keep the scans short.
 
     The threshold is found by trisection on the ordered bits; each step costs one reduction over the chunk.
+    GROUP > 0: Scores are the bounds of so many query heads a row, whose softmax and mean are taken here.
     HAS_IDS: the indices to give for the scores, ascending. HAS_SCORES: also give the chosen scores, -inf behind them.
     """
     join_previous(DEPENDENT, True)
     row = tl.program_id(0).to(tl.int64)
     chunk = row * tl.num_programs(1) + tl.program_id(1)  # of the output
     page = tl.arange(0, ROWS)[:, None] * COLUMNS + tl.arange(0, COLUMNS)[None, :] + tl.program_id(1) * ROWS * COLUMNS
-    scores = tl.load(Scores + row * pages + page, mask=page < pages, other=float("-inf"))
+    if GROUP:
+        valid_pages = tl.cdiv(tl.load(Length + row).to(tl.int32), page_size)
+        scores = mean_share(Scores, PartMax, PartSum, row, page, pages, blocks, GROUP, BLOCKS)
+        scores = forced(scores, page, valid_pages, sink_pages, recent_pages)
+    else:
+        scores = tl.load(Scores + row * pages + page, mask=page < pages, other=float("-inf"))
     scores = tl.where(scores == 0, 0.0, scores)  # -0 ties with +0
     usable = scores > float("-inf")  # false for NaN too
     keys = tl.where(usable, _ordered(scores), _LOWEST)
@@ -103,18 +110,41 @@ def _topk_large(scores: Tensor, k: int) -> Tensor:
     return torch.nn.functional.pad(chosen, (0, k - chosen.shape[-1]), value=-1)
 
 
-def _launch(scores: Tensor, k: int, chunk: int, ids: Tensor | None, keep_scores: bool) -> tuple[Tensor, Tensor | None]:
+def _launch(
+    scores: Tensor | Bounds, k: int, chunk: int, ids: Tensor | None = None, keep_scores: bool = False
+) -> tuple[Tensor, Tensor | None]:
     """Best k of every chunk of every row of scores [rows, n]: indices and scores [rows, chunks * k]."""
-    rows, pages = scores.shape
+    bounds = scores if isinstance(scores, Bounds) else None
+    rows, pages = bounds.shape if bounds else scores.shape
+    device = (bounds.logits if bounds else scores).device
     block = max(2 * COLUMNS, next_power_of_2(chunk))
     chunks = triton.cdiv(pages, chunk)
-    out = torch.empty(rows, chunks * k, dtype=torch.int32, device=scores.device)
-    kept = torch.empty(rows, chunks * k, dtype=torch.float32, device=scores.device) if keep_scores else None
+    out = torch.empty(rows, chunks * k, dtype=torch.int32, device=device)
+    kept = torch.empty(rows, chunks * k, dtype=torch.float32, device=device) if keep_scores else None
+    source = bounds.arguments() if bounds else (scores, None, None, None)
+    numbers, constants = bounds.numbers() if bounds else ((0, 1, 0, 0), dict(GROUP=0, BLOCKS=1))
     _topk_pages_kernel[(rows, chunks)](
-        scores, ids, out, kept, pages, k, ROWS=block // COLUMNS, COLUMNS=COLUMNS, BLOCK_K=256,
-        HAS_IDS=ids is not None, HAS_SCORES=keep_scores, num_warps=topk_warps(block), **launch_options(scores.device),
+        *source, ids, out, kept, pages, k, *numbers, **constants, ROWS=block // COLUMNS, COLUMNS=COLUMNS, BLOCK_K=256,
+        HAS_IDS=ids is not None, HAS_SCORES=keep_scores, num_warps=topk_warps(block), **launch_options(device),
     )
     return out, kept
+
+
+def _topk(scores: Tensor | Bounds, k: int) -> Tensor:
+    """Best k of every row of scores [rows, n]: indices [rows, k]."""
+    pages = scores.shape[1]
+    chunk = topk_chunk(pages, k)
+    if chunk:
+        ids, best = _launch(scores, k, chunk, keep_scores=True)
+        while chunk := topk_chunk(best.shape[1], k):
+            ids, best = _launch(best, k, chunk, ids, keep_scores=True)
+        if best.shape[1] <= TOPK_MOST:
+            return _launch(best, k, best.shape[1], ids)[0]
+        chosen = _topk_large(best, k)
+        return torch.where(chosen < 0, -1, ids.gather(-1, chosen.clamp(min=0).long()))
+    if pages <= TOPK_MOST:
+        return _launch(scores, k, pages)[0]
+    return _topk_large(scores.reduced() if isinstance(scores, Bounds) else scores, k)
 
 
 def topk_pages(scores: Tensor, k: int) -> Tensor:
@@ -123,12 +153,11 @@ def topk_pages(scores: Tensor, k: int) -> Tensor:
     scores = scores.float().contiguous().view(batch * heads, pages)
     if k == 0 or pages == 0:
         return torch.full((batch, heads, k), -1, dtype=torch.int32, device=scores.device)
-    chunk = topk_chunk(pages, k)
-    if chunk:
-        ids, best = _launch(scores, k, chunk, None, True)
-        out, _ = _launch(best, k, best.shape[-1], ids, False)
-    elif pages <= TOPK_MOST:
-        out, _ = _launch(scores, k, pages, None, False)
-    else:
-        out = _topk_large(scores, k)
-    return out.view(batch, heads, k)
+    return _topk(scores, k).view(batch, heads, k)
+
+
+def topk_bounds(bounds: Bounds, k: int) -> Tensor:
+    """Pages of the k largest scores that `bounds` reduce to: int32 [rows, k]."""
+    if k == 0 or bounds.shape[1] == 0:
+        return torch.full((bounds.shape[0], k), -1, dtype=torch.int32, device=bounds.logits.device)
+    return _topk(bounds, k)

@@ -7,7 +7,7 @@ They are what the kernels are tested against, what runs where no kernel does, an
 from .attention import chunk_attention, decode_attention
 from .follow import follow_token
 from .hot import hot_append, hot_fetch, hot_plan
-from .pages import page_scores, token_scores, topk_pages
+from .pages import choose_pages, choose_tokens, page_scores, token_scores, topk_pages
 from .quantized import decode_attention_quantized, dequantize, quantize
 from .record import AVERAGE, HISTORY_BITS, record_token
 from .scores import column_sums, window_scores
@@ -17,6 +17,8 @@ from .tiers import merge_attention
 __all__ = [
     "AVERAGE",
     "HISTORY_BITS",
+    "choose_pages",
+    "choose_tokens",
     "chunk_attention",
     "column_sums",
     "decode_attention",

@@ -97,3 +97,42 @@ def topk_pages(scores: Tensor, k: int) -> Tensor:
     chosen = chosen.sort(dim=-1).values
     chosen = torch.where(chosen == pages, -1, chosen).int()
     return torch.nn.functional.pad(chosen, (0, k - take), value=-1)
+
+
+def choose_pages(
+    q: Tensor,
+    summary: Tensor,
+    length: Tensor,
+    k: int,
+    page_size: int,
+    scale: float,
+    group_reduce: str = "softmax_mean",
+    sink_pages: int = 0,
+    recent_pages: int = 0,
+) -> Tensor:
+    """The pages of the k largest `page_scores`, without writing the scores: int32 [B, H, k] as of `topk_pages`.
+
+    Args:
+        q, summary, length, page_size, scale, group_reduce, sink_pages, recent_pages: as of :func:`page_scores`.
+    """
+    return topk_pages(page_scores(q, summary, length, page_size, scale, group_reduce, sink_pages, recent_pages), k)
+
+
+def choose_tokens(
+    q: Tensor,
+    keys: Tensor,
+    length: Tensor,
+    k: int,
+    dims: int,
+    scale: float,
+    softcap: float = 0.0,
+    group_reduce: str = "softmax_mean",
+    sinks: int = 0,
+    recent: int = 0,
+) -> Tensor:
+    """The tokens of the k largest `token_scores`, without writing the scores: int32 [B, H, k] as of `topk_pages`.
+
+    Args:
+        q, keys, length, dims, scale, softcap, group_reduce, sinks, recent: as of :func:`token_scores`.
+    """
+    return topk_pages(token_scores(q, keys, length, dims, scale, softcap, group_reduce, sinks, recent), k)

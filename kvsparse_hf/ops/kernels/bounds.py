@@ -1,0 +1,96 @@
+"""What a scoring pass leaves for "softmax_mean": logits of every query head, and what is needed to normalise them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from ._math import finite_or_zero, join_previous, launch_options, next_power_of_2
+
+
+@triton.jit
+def forced(scores, page, valid_pages, sink_pages, recent_pages):
+    """-inf beyond the valid pages, +inf on the pages that must be chosen."""
+    always = (page < sink_pages) | (page >= valid_pages - recent_pages)
+    return tl.where(page < valid_pages, tl.where(always, float("inf"), scores), float("-inf"))
+
+
+@triton.jit
+def mean_share(Logits, PartMax, PartSum, row, page, pages, blocks, GROUP: tl.constexpr, BLOCKS: tl.constexpr):
+    """Softmax over all pages per query head, then the mean over the GROUP heads of a row; shaped like ``page``."""
+    part = tl.arange(0, BLOCKS)
+    total = tl.zeros_like(page).to(tl.float32)
+    for g in tl.static_range(GROUP):
+        head = row * GROUP + g
+        peaks = tl.load(PartMax + head * blocks + part, mask=part < blocks, other=float("-inf"))
+        masses = tl.load(PartSum + head * blocks + part, mask=part < blocks, other=0.0)
+        logits = tl.load(Logits + head * pages + page, mask=page < pages, other=float("-inf"))
+        peak = finite_or_zero(tl.max(peaks, 0))
+        mass = tl.sum(masses * tl.exp2(peaks - peak), 0)
+        total += tl.exp2(logits - peak) / tl.where(mass > 0, mass, 1.0)
+    return total / GROUP
+
+
+@triton.jit
+def _page_softmax_kernel(
+    Logits, PartMax, PartSum, Length, Out, pages, blocks, page_size, sink_pages, recent_pages,
+    GROUP: tl.constexpr, BLOCKS: tl.constexpr, BLOCK_P: tl.constexpr, DEPENDENT: tl.constexpr,
+):
+    """One (block of pages, row): the scores themselves, for those who want more of them than the best."""
+    join_previous(DEPENDENT, True)
+    row = tl.program_id(1).to(tl.int64)
+    page = tl.program_id(0) * BLOCK_P + tl.arange(0, BLOCK_P)
+    valid_pages = tl.cdiv(tl.load(Length + row).to(tl.int32), page_size)
+    scores = mean_share(Logits, PartMax, PartSum, row, page, pages, blocks, GROUP, BLOCKS)
+    tl.store(Out + row * pages + page, forced(scores, page, valid_pages, sink_pages, recent_pages), mask=page < pages)
+
+
+@dataclass(frozen=True)
+class Bounds:
+    """The first pass of "softmax_mean".
+
+    Attributes:
+        logits: fp32 [B, Hq, P] in units of log 2, -inf where nothing is valid.
+        parts: fp32 [2, B * Hq, blocks]: the maximum of each block of pages, and the sum of 2 ** (logit - maximum).
+        length: [B, H] valid entries.
+        page_size, sink_pages, recent_pages: as of `ops.page_scores`.
+        block: pages of a program that writes all the scores.
+    """
+
+    logits: Tensor
+    parts: Tensor
+    length: Tensor
+    page_size: int
+    sink_pages: int
+    recent_pages: int
+    block: int
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """Rows (key/value heads of all batch rows) and pages."""
+        return self.length.numel(), self.logits.shape[2]
+
+    def arguments(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        return self.logits, self.parts[0], self.parts[1], self.length
+
+    def numbers(self) -> tuple[tuple[int, ...], dict[str, int]]:
+        """Arguments of the kernels that reduce these bounds: numbers, and compile-time constants."""
+        blocks = self.parts.shape[-1]
+        group = self.logits.shape[0] * self.logits.shape[1] // self.shape[0]
+        return (blocks, self.page_size, self.sink_pages, self.recent_pages), dict(GROUP=group, BLOCKS=next_power_of_2(blocks))
+
+    def reduced(self) -> Tensor:
+        """The scores, fp32 [rows, P]."""
+        rows, pages = self.shape
+        out = torch.empty(rows, pages, dtype=torch.float32, device=self.logits.device)
+        if not pages:
+            return out
+        numbers, constants = self.numbers()
+        _page_softmax_kernel[(triton.cdiv(pages, self.block), rows)](
+            *self.arguments(), out, pages, *numbers, **constants, BLOCK_P=self.block, num_warps=4, **launch_options(out.device),
+        )
+        return out
