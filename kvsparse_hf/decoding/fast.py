@@ -7,7 +7,6 @@ usual processors run here; everything else goes to Transformers' own loop, with 
 """
 
 import contextlib
-import weakref
 from typing import Any
 
 import torch
@@ -20,16 +19,11 @@ from ..cache import SparseCache
 from ..errors import OptionError
 from ..hf import compat
 from . import processors
+from .compiled import OPTIONS, compiled_forward
 from .step import Choice, DecodeStep
 from .watch import Watch
 
 logger = logging.get_logger(__name__)
-
-# Compiled forwards by model, so that a second generate() compiles nothing.
-_COMPILED: "weakref.WeakKeyDictionary[torch.nn.Module, dict[str, Any]]" = weakref.WeakKeyDictionary()
-
-_TUNED = {"max_autotune": True, "coordinate_descent_tuning": True}
-_COMPILE_OPTIONS = {"default": {}, "max-autotune": _TUNED, "freeze": {**_TUNED, "freezing": True}}
 
 
 class FastDecode:
@@ -39,14 +33,14 @@ class FastDecode:
         compile: what is captured on a GPU. "none" records the model's own kernels: seconds of warm-up, good for short
             runs and small models. "default" compiles the forward with Inductor first (tens of seconds once per model),
             which fuses the small kernels between the matrix products. "max-autotune" also tunes the matrix products
-            (minutes once). "freeze" also joins projections of one input (q/k/v, gate/up) into one product, for which it
-            keeps a second copy of those weights.
+            (minutes once). "freeze" also makes the weights constants and joins projections of one input (q/k/v, gate/up)
+            into one product, for which it keeps a second copy of those weights; changed weights are compiled anew.
         lag: steps the host may run ahead of the stop check where the cache can take tokens back; the surplus is cropped.
     """
 
     def __init__(self, compile: str = "none", lag: int = 2):
-        if compile not in ("none", *_COMPILE_OPTIONS):
-            raise OptionError(f"compile={compile!r}; choose one of 'none', {', '.join(map(repr, _COMPILE_OPTIONS))}.")
+        if compile not in ("none", *OPTIONS):
+            raise OptionError(f"compile={compile!r}; choose one of 'none', {', '.join(map(repr, OPTIONS))}.")
         if lag < 0:
             raise OptionError(f"lag={lag}; choose 0 or more steps.")
         self.compile = compile
@@ -74,10 +68,7 @@ class FastDecode:
         """The forward that is captured: the model's own, or its compiled form."""
         if self.compile == "none":
             return model
-        forwards = _COMPILED.setdefault(model, {})
-        if self.compile not in forwards:
-            forwards[self.compile] = torch.compile(model.forward, options=_COMPILE_OPTIONS[self.compile])
-        return forwards[self.compile]
+        return compiled_forward(model, self.compile)
 
 
 fast_decode = FastDecode()

@@ -1,6 +1,8 @@
 """`custom_generate=fast_decode` gives the tokens, scores and cache state of plain `generate()`, for every method."""
 
+import gc
 import logging
+import weakref
 from functools import cache
 
 import pytest
@@ -12,6 +14,7 @@ from transformers import TextIteratorStreamer
 
 import kvsparse_hf
 from kvsparse_hf import FastDecode, OptionError, fast_decode
+from kvsparse_hf.decoding import compiled
 
 EOS = [5, 9, 11, 23]
 
@@ -142,3 +145,28 @@ def test_other_caches_go_to_the_plain_loop(model):
 def test_wrong_options(wrong):
     with pytest.raises(OptionError):
         FastDecode(**wrong)
+
+
+def test_frozen_weights_follow_the_model(monkeypatch):
+    """"freeze" makes the weights constants of the compiled step: changed ones are compiled anew, and the model can go."""
+    monkeypatch.setitem(compiled.OPTIONS, "freeze", {"freezing": True})  # without tuning, which takes a minute on a CPU
+    model = FAMILIES["llama-gqa2"].build(num_hidden_layers=1)
+    ids, mask = left_pad([tokens(30), tokens(22, seed=2)])
+
+    def run(model, **extra):
+        settings = dict(max_new_tokens=12, eos_token_id=None, pad_token_id=0, **extra)
+        return model.generate(ids, attention_mask=mask, **{CACHE: kvsparse_hf.SnapKVCache(model, budget=16, window=4)}, **settings)
+
+    frozen = {"custom_generate": FastDecode(compile="freeze")}
+    before = run(model)
+    assert torch.equal(run(model, **frozen), before)
+    with torch.no_grad():
+        model.lm_head.weight.neg_()
+    after = run(model)
+    assert torch.equal(run(model, **frozen), after) and not torch.equal(before, after)
+    assert len(compiled._COMPILED[model]) == 1
+    gone = weakref.ref(model)
+    del model
+    torch._dynamo.reset()
+    gc.collect()
+    assert gone() is None
