@@ -5,11 +5,7 @@ from torch import Tensor
 
 
 def key_basis(keys: Tensor) -> tuple[Tensor, Tensor]:
-    """Principal components of each head's keys, few as they may be.
-
-    Fewer keys than dimensions leave directions without any variance, whose order would be left to rounding. So the
-    covariance is mixed with a little of a fixed diagonal one that prefers the lower dimensions, the less the more keys
-    there are.
+    """Principal components of each head's keys.
 
     Args:
         keys: `[H, n, D]`, n >= 1.
@@ -17,16 +13,26 @@ def key_basis(keys: Tensor) -> tuple[Tensor, Tensor]:
     Returns:
         basis `[H, D, D]` fp32, orthonormal columns, and their variances `[H, D]`, strongest first.
     """
+    return components_of(key_covariance(keys))
+
+
+def key_covariance(keys: Tensor) -> Tensor:
+    """`[H, D, D]` fp64 covariances of the keys `[H, n, D]` of each head, few as they may be.
+
+    Fewer keys than dimensions leave directions without any variance, whose order would be left to rounding. So the
+    covariance is mixed with a little of a fixed diagonal one that prefers the lower dimensions, the less the more keys
+    there are.
+    """
     keys = keys.double()
     count, dim = keys.shape[1:]
     centred = keys - keys.mean(1, keepdim=True)
     prior = torch.linspace(1.0, 0.5, dim, dtype=keys.dtype, device=keys.device).diag()
     weight = 0.1 * dim / count * keys.square().mean((1, 2)).clamp(min=1e-12)
-    return components_of(centred.transpose(1, 2) @ centred / count + weight.view(-1, 1, 1) * prior)
+    return centred.transpose(1, 2) @ centred / count + weight.view(-1, 1, 1) * prior
 
 
 def components_of(covariance: Tensor) -> tuple[Tensor, Tensor]:
-    """Eigenvectors (columns) and eigenvalues of `[H, D, D]` covariances, strongest first, fp32."""
+    """Eigenvectors (columns) and eigenvalues of `[…, D, D]` covariances, strongest first, fp32."""
     values, vectors = torch.linalg.eigh(covariance.double())
     return vectors.flip(-1).float(), values.flip(-1).float().clamp(min=0)
 

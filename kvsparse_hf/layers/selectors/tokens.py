@@ -1,12 +1,12 @@
 """Selectors that score every token: by its key, by leading components of it (Loki), or by a few channels (SparQ)."""
 
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
 from ... import ops
-from ...policy.basis import key_basis
+from ...policy.basis import components_of, key_covariance
 from ...policy.reading import force, key_logits, masked_softmax, reduce_logits
 from ..base import AttentionCall
 from ..store import RaggedStore
@@ -25,6 +25,8 @@ class TokenSelector(Selector):
 
     def select(self, query: Tensor, store: RaggedStore, call: AttentionCall) -> Selection:
         if self.reduce != "none":
+            if self.limit is None:
+                return Selection(ops.choose_tokens(*self._scored(query, store), self.width, **self._how(store, call, self.reduce)))
             return Selection(self.top(self._scores(query, store, call, self.reduce)))
         # One query head of every group at a time, each against all the keys.
         grouped = query.unflatten(1, (store.heads, -1))
@@ -32,12 +34,14 @@ class TokenSelector(Selector):
         return Selection(self.top(torch.stack(scores, dim=2).flatten(1, 2)))
 
     def _scores(self, query: Tensor, store: RaggedStore, call: AttentionCall, reduce: str) -> Tensor:
-        dims = self.ranking_channels(store)
-        return ops.token_scores(
-            query[..., :dims],
-            dense_view(store, store.keys),
-            store.length,
-            dims=dims,
+        return ops.token_scores(*self._scored(query, store), **self._how(store, call, reduce))
+
+    def _scored(self, query: Tensor, store: RaggedStore) -> tuple[Tensor, Tensor, Tensor]:
+        return query[..., : self.ranking_channels(store)], dense_view(store, store.keys), store.length
+
+    def _how(self, store: RaggedStore, call: AttentionCall, reduce: str) -> dict[str, Any]:
+        return dict(
+            dims=self.ranking_channels(store),
             scale=call.scale,
             softcap=call.softcap,
             group_reduce=reduce,
@@ -77,10 +81,13 @@ class LowRankSelector(TokenSelector):
             return
         if not any(self._fitted):
             self.keep("basis", torch.eye(dim, device=key.device).expand(batch, heads, dim, dim))
-        # A row is fitted once, by the first forward that shows it a real token.
-        for row, first in enumerate(pad.tolist()):
-            if not self._fitted[row] and first < tokens:
-                self.basis[row] = key_basis(key[row, :, first:])[0]
+        # A row is fitted once, by the first forward that shows it a real token. All at once: one small eigenproblem on a GPU
+        # takes as long as hundreds.
+        shown = {row: first for row, first in enumerate(pad.tolist()) if not self._fitted[row] and first < tokens}
+        if shown:
+            covariances = torch.stack([key_covariance(key[row, :, first:]) for row, first in shown.items()])
+            self.basis[list(shown)] = components_of(covariances)[0]
+            for row in shown:
                 self._fitted[row] = True
 
     def enter(self, states: Tensor) -> Tensor:
