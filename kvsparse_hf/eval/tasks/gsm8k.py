@@ -12,7 +12,7 @@ from .base import Answer, Example, Setting, Task, TaskOptions
 _FIELDS = {"question": str, "answer": str}
 _HUB = ("openai/gsm8k", "main")
 _STOP = ("Question:", "</s>", "<|im_end|>")  # lm-eval's `until`
-INSTRUCTION = "Solve the problem step by step. End with a line that reads '#### ' followed by the number alone."
+INSTRUCTION = "Think step by step. Write the final answer as a single number on the last line."
 
 
 class GSM8KOptions(TaskOptions):
