@@ -208,6 +208,7 @@ def main() -> None:
     parser.add_argument("--data", type=Path, required=True, help="GSM8K's test.jsonl (question, answer)")
     parser.add_argument("--output", type=Path, default=Path(__file__).parent / "results")
     parser.add_argument("--nll", action="store_true", help="likelihood of the model's own reasoning instead of accuracy")
+    parser.add_argument("--only", nargs="+", metavar="CELL", help="these cells alone, such as full 'evicted=0.1 hbm=0.5'")
     parser.add_argument("--questions", type=int, default=300)
     parser.add_argument("--batch", type=int, default=32)
     parser.add_argument("--new", type=int, default=400, help="tokens of an answer at most")
@@ -226,6 +227,10 @@ def main() -> None:
     rows = [json.loads(line) for line in arguments.data.read_text(encoding="utf-8").splitlines()][: arguments.questions]
     setting = {name: getattr(arguments, name) for name in ("interval", "sinks", "recent")}
     made = cells(**setting)
+    if unknown := set(arguments.only or ()) - set(made):
+        parser.error(f"no such cell: {', '.join(sorted(unknown))}; there are {', '.join(made)}")
+    made = {name: made[name] for name in arguments.only or made}
+    setting["instruction"] = INSTRUCTION
     results = Results(arguments.output, "reasoning")
     with torch.inference_mode():
         if arguments.nll:

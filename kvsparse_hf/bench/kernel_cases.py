@@ -51,7 +51,7 @@ def relative_error(got: Tensor, expected: Tensor) -> float:
     return ((got - expected).norm() / expected.norm().clamp(min=1e-30)).item()
 
 
-def _randn(*shape: int) -> Tensor:
+def random(*shape: int) -> Tensor:
     return torch.randn(*shape, dtype=BF16, device="cuda")
 
 
@@ -71,7 +71,7 @@ def _decode_inputs(batch: int, length: int, ragged: bool = False, pages: int = 0
         lengths = (torch.linspace(0.05, 0.95, units, device="cuda").view(batch, HEADS) * length).int()
     table = _random_rows(units, length // PAGE, pages).view(batch, HEADS, pages).int() if pages else None
     rows = units * length
-    return _randn(batch, HEADS_Q, DIM), _randn(rows, DIM), _randn(rows, DIM), start, lengths, table
+    return random(batch, HEADS_Q, DIM), random(rows, DIM), random(rows, DIM), start, lengths, table
 
 
 def _decode(inputs: tuple, length: int, backend: str) -> Tensor:
@@ -148,75 +148,11 @@ def decode_cases() -> Iterator[Case]:
                    functools.partial(_check_decode, length=length))
 
 
-# page selection
-
-
-def _page_inputs(batch: int, pages: int) -> tuple:
-    summary = _randn(batch, HEADS, pages, 2, DIM).sort(3, descending=True).values
-    length = torch.full((batch, HEADS), pages * PAGE, dtype=torch.int32, device="cuda")
-    return _randn(batch, HEADS_Q, DIM), summary, length
-
-
-def _page_scores(inputs: tuple, how: str, backend: str) -> Tensor:
-    return ops.page_scores(*inputs, page_size=PAGE, scale=SCALE, group_reduce=how, backend=backend)
-
-
-def _check_page_scores(inputs: tuple, got: Tensor, how: str) -> float:
-    return relative_error(got, _page_scores(inputs, how, "torch"))
-
-
-def _token_inputs(batch: int, tokens: int, dims: int) -> tuple:
-    length = torch.full((batch, HEADS), tokens, dtype=torch.int32, device="cuda")
-    return _randn(batch, HEADS_Q, dims), _randn(batch, HEADS, tokens, DIM), length
-
-
-def _token_scores(inputs: tuple, backend: str) -> Tensor:
-    return ops.token_scores(*inputs, dims=inputs[0].shape[-1], scale=SCALE, backend=backend)
-
-
-def _topk(inputs: tuple, k: int, backend: str) -> Tensor:
-    return ops.topk_pages(*inputs, k, backend=backend)
-
-
-def _torch_topk(inputs: tuple, k: int) -> Tensor:
-    """What one would write instead: the same indices, ascending, as int32."""
-    return torch.topk(*inputs, k, dim=-1, sorted=False).indices.sort(-1).values.int()
-
-
-def _topk_case(batch: int, scores: int, k: int, shape: dict) -> Case:
-    return Case(
-        "topk_pages/-", shape | {"k": k}, 0, batch * HEADS * scores * 4,
-        lambda: (torch.rand(batch, HEADS, scores, device="cuda"),),
-        {"triton": functools.partial(_topk, k=k, backend="triton"), "torch": functools.partial(_torch_topk, k=k)},
-        lambda inputs, got: relative_error(got, _topk(inputs, k, "torch")),
-    )
-
-
-def selection_cases() -> Iterator[Case]:
-    for batch, pages in ((1, 512), (1, 2048), (1, 8192), (8, 2048), (8, 8192)):
-        shape = {"batch": batch, "context": pages * PAGE, "page": PAGE, "pages": pages}
-        size = batch * HEADS * pages * DIM * 4
-        for how in ("softmax_mean", "max"):
-            yield Case(f"page_scores/{how}", shape, size, size, functools.partial(_page_inputs, batch, pages),
-                       {"triton": functools.partial(_page_scores, how=how, backend="triton")},
-                       functools.partial(_check_page_scores, how=how))
-        yield _topk_case(batch, pages, BUDGET // PAGE, shape)
-    for batch, tokens in ((1, 32768), (1, 131072), (8, 32768)):
-        shape = {"batch": batch, "context": tokens}
-        for dims in (DIM // 4, DIM):
-            size = batch * HEADS * tokens * dims * 2
-            yield Case("token_scores/softmax_mean", shape | {"dims": dims}, size, size,
-                       functools.partial(_token_inputs, batch, tokens, dims),
-                       {"triton": functools.partial(_token_scores, backend="triton")},
-                       lambda inputs, got: relative_error(got, _token_scores(inputs, "torch")))
-        yield _topk_case(batch, tokens, BUDGET, shape)
-
-
 # what happens once a prompt
 
 
 def _score_inputs(length: int, window: int) -> tuple:
-    return _randn(1, HEADS_Q, window, DIM), _randn(1, HEADS, length, DIM)
+    return random(1, HEADS_Q, window, DIM), random(1, HEADS, length, DIM)
 
 
 def _scores(inputs: tuple, op: Callable, backend: str) -> Tensor:
@@ -237,8 +173,8 @@ def _given_lse(inputs: tuple, backend: str) -> Tensor:
 def _gather_inputs(length: int) -> tuple:
     index = _random_rows(HEADS, length, BUDGET).unsqueeze(0)
     start = (torch.arange(HEADS, device="cuda") * BUDGET).unsqueeze(0)
-    source = (_randn(1, HEADS, length, DIM), _randn(1, HEADS, length, DIM))
-    return *source, index, start, _randn(HEADS * BUDGET, DIM), _randn(HEADS * BUDGET, DIM)
+    source = (random(1, HEADS, length, DIM), random(1, HEADS, length, DIM))
+    return *source, index, start, random(HEADS * BUDGET, DIM), random(HEADS * BUDGET, DIM)
 
 
 def _gather(inputs: tuple) -> tuple:
@@ -253,7 +189,7 @@ def _check_gather(inputs: tuple, got: tuple) -> float:
 
 
 def _chunk_inputs(tokens: int, stored: int) -> tuple:
-    return _decode_inputs(1, stored), _randn(1, HEADS_Q, tokens, DIM), _randn(1, HEADS, tokens, DIM)
+    return _decode_inputs(1, stored), random(1, HEADS_Q, tokens, DIM), random(1, HEADS, tokens, DIM)
 
 
 def _chunk(inputs: tuple, backend: str) -> Tensor:
@@ -294,8 +230,8 @@ def _store_inputs(batch: int) -> tuple:
     start = (torch.arange(units, device="cuda") * capacity).view(batch, HEADS)
     summary = torch.zeros(batch, HEADS, capacity // PAGE, 2, DIM, dtype=BF16, device="cuda")
     position = torch.full((batch,), 7, dtype=torch.int32, device="cuda")
-    return (_randn(units * capacity, DIM), _randn(units * capacity, DIM), position.new_zeros(units * capacity),
-            _randn(batch, HEADS, DIM), _randn(batch, HEADS, DIM), position, start, full, full.clone(),
+    return (random(units * capacity, DIM), random(units * capacity, DIM), position.new_zeros(units * capacity),
+            random(batch, HEADS, DIM), random(batch, HEADS, DIM), position, start, full, full.clone(),
             torch.full_like(full, 4), torch.zeros_like(full), None, summary, PAGE)
 
 
@@ -309,7 +245,3 @@ def store_cases() -> Iterator[Case]:
         yield Case("store_token/summary", {"batch": batch}, 0, batch * HEADS * BUDGET * DIM * 4,
                    functools.partial(_store_inputs, batch),
                    {"triton": lambda inputs: ops.store_token(*inputs, backend="triton")}, _check_store)
-
-
-def all_cases() -> list[Case]:
-    return [*decode_cases(), *selection_cases(), *prompt_cases(), *store_cases()]

@@ -13,7 +13,8 @@ from collections.abc import Callable, Iterator
 import torch
 
 from .. import ops
-from .kernel_cases import Case, all_cases
+from .kernel_cases import Case, decode_cases, prompt_cases, store_cases
+from .selection_cases import selection_cases
 from .timing import Results, cold_copies, time_graph
 
 ERROR_LIMIT = 1e-2  # relative, in norm: bf16 operands and outputs, fp32 sums
@@ -94,7 +95,8 @@ def run(output: str | pathlib.Path = "examples/results", quick: bool = False, on
     """
     if not torch.cuda.is_available():
         raise ops.BackendError("the kernel benchmark needs a CUDA device")
-    cases = [case for case in all_cases() if only in case.name]
+    every = (*decode_cases(), *selection_cases(), *prompt_cases(), *store_cases())
+    cases = [case for case in every if only in case.name]
     if quick:
         cases = list({case.name: case for case in reversed(cases)}.values())[::-1]
     results = Results(output, "kernels")
