@@ -33,8 +33,7 @@ class FastDecode:
         compile: what is captured on a GPU. "none" records the model's own kernels: seconds of warm-up, good for short
             runs and small models. "default" compiles the forward with Inductor first (tens of seconds once per model),
             which fuses the small kernels between the matrix products. "max-autotune" also tunes the matrix products
-            (minutes once). "freeze" also makes the weights constants and joins projections of one input (q/k/v, gate/up)
-            into one product, for which it keeps a second copy of those weights; changed weights are compiled anew.
+            (minutes once). "freeze" also runs Inductor's passes for inference graphs: the shortest steps that were measured.
         lag: steps the host may run ahead of the stop check where the cache can take tokens back; the surplus is cropped.
     """
 

@@ -147,8 +147,8 @@ def test_wrong_options(wrong):
         FastDecode(**wrong)
 
 
-def test_frozen_weights_follow_the_model(monkeypatch):
-    """"freeze" makes the weights constants of the compiled step: changed ones are compiled anew, and the model can go."""
+def test_a_compiled_step_follows_the_model(monkeypatch):
+    """Changed weights count, and what was compiled does not keep a model alive."""
     monkeypatch.setitem(compiled.OPTIONS, "freeze", {"freezing": True})  # without tuning, which takes a minute on a CPU
     model = FAMILIES["llama-gqa2"].build(num_hidden_layers=1)
     ids, mask = left_pad([tokens(30), tokens(22, seed=2)])
@@ -164,7 +164,6 @@ def test_frozen_weights_follow_the_model(monkeypatch):
         model.lm_head.weight.neg_()
     after = run(model)
     assert torch.equal(run(model, **frozen), after) and not torch.equal(before, after)
-    assert len(compiled._COMPILED[model]) == 1
     gone = weakref.ref(model)
     del model
     torch._dynamo.reset()

@@ -89,8 +89,8 @@ def test_fast_decode_samples_like_generate(model):
     assert torch.equal(*runs)
 
 
-def test_frozen_weights(model):
-    """Constants of the compiled step, q/k/v and gate/up joined: the text of eager steps, but for near ties."""
+def test_the_mode_for_inference_graphs(model):
+    """The text of eager steps, but for near ties."""
     ids, mask = prompts()
     runs = []
     for extra in ({"disable_compile": True}, {"custom_generate": FastDecode(compile="freeze"), "disable_compile": True}):

@@ -192,12 +192,10 @@ def topk_warps(block: int) -> int:
 def topk_chunk(pages: int, k: int) -> int:
     """Size of the chunks whose best k are found first, or 0 to take a whole row at once.
 
-    One program is slow on a long row and the chip has many; worth it when few enough candidates remain: at most half. What
-    remains may be cut again. A row that no program can hold is cut into chunks of any size that leaves so few.
+    One program is slow on a long row and the chip has many; worth it for more than four chunks that leave at most half as
+    candidates, which may be cut again. A row that no program can hold is cut into any chunks that leave so few.
     """
     for chunk in (1024, 4096, TOPK_MOST // 2, TOPK_MOST):
-        if pages > chunk * 4 // 3 and -(-pages // chunk) * k <= pages // 2:
+        if pages > min(4 * chunk, TOPK_MOST) and -(-pages // chunk) * k <= pages // 2:
             return chunk
-        if pages <= TOPK_MOST:
-            break
     return 0
