@@ -175,7 +175,7 @@ class Bench:
         self.spread, self.options = spread, options or {}
 
     def run(self, case: Case) -> dict:
-        """Measures one case: `ms` per token (median over tokens, or over runs for several rows), `n`, `warmup_s`, `report`."""
+        """Measures one case: `ms` per token of every row (median over tokens), `n`, `warmup_s`, `report`."""
         gc.collect()
         torch.cuda.empty_cache()
         torch._dynamo.reset()
@@ -183,24 +183,15 @@ class Bench:
         cache = make_cache(case, self.model, self.new_tokens, **self.options)
         cache, _ = self._generate(case, cache, self.warm_tokens)
         warm = time.perf_counter() - begun
-        if case.batch == 1:
-            cache, times = self._generate(case, cache, self.new_tokens)
-            # The first tokens hold the capture; the last ones are read together with it.
-            steps = [b - a for a, b in zip(times[16:-4], times[17:-3], strict=True)]
-        else:
-            steps = []
-            for _ in range(3):
-                spans = []
-                for tokens in (self.warm_tokens, self.new_tokens):
-                    cache, times = self._generate(case, cache, tokens)
-                    spans.append(times[-1] - times[0])
-                steps.append((spans[1] - spans[0]) / (self.new_tokens - self.warm_tokens))
+        cache, times = self._generate(case, cache, self.new_tokens)
+        # The first tokens hold the capture; the last ones are read together with it.
+        steps = [b - a for a, b in zip(times[16:-4], times[17:-3], strict=True)]
         report = cache.report() if isinstance(cache, SparseCache) else None
         return {"ms": statistics.median(steps) * 1e3, "n": len(steps), "warmup_s": warm, "report": report}
 
     @torch.no_grad()
     def _generate(self, case: Case, cache, tokens: int):
-        """One run over a freshly filled cache. Returns the cache and the moments of its tokens (or of start and end)."""
+        """One run over a freshly filled cache. Returns the cache and the moments of its start, tokens and end."""
         if case.system == "transformers-dynamic":
             cache = make_cache(case, self.model, tokens)
         else:
@@ -208,13 +199,11 @@ class Bench:
         fill(cache, self.model, case.batch, case.context, self.spread)
         ids = torch.randint(3, 1000, (case.batch, case.context + 1), device=self.model.device)
         watch = _Stopwatch()
-        # Transformers' streamers take one row only.
-        streamer = {"streamer": watch} if case.batch == 1 else {}
         wait_for(self.model)
         watch.put(None)
         self.model.generate(
             ids, attention_mask=torch.ones_like(ids), max_new_tokens=tokens, min_new_tokens=None, do_sample=False,
-            eos_token_id=None, pad_token_id=0, **streamer, **_arguments(case, cache),
+            eos_token_id=None, pad_token_id=0, streamer=watch, **_arguments(case, cache),
         )  # fmt: skip
         wait_for(self.model)
         watch.end()
