@@ -37,8 +37,9 @@ class Case:
 
     Attributes:
         system: a method of this library, "transformers-dynamic" or "transformers-static".
-        how: "fast_decode", "fast_decode-default", "fast_decode-max-autotune", "fast_decode-freeze" (what is captured), "generate" (compiled by
-            `generate()` itself), "eager" or "compiled" (the same for Transformers' caches).
+        how: "fast_decode", "fast_decode-default", "fast_decode-max-autotune", "fast_decode-freeze",
+            "fast_decode-joined" (what is captured), "generate" (compiled by `generate()` itself), "eager" or "compiled" (the
+            same for Transformers' caches).
         batch, context, budget: rows, tokens per row, budget per key/value head.
     """
 

@@ -11,7 +11,8 @@ from transformers import PreTrainedModel
 _TUNED = {"max_autotune": True, "coordinate_descent_tuning": True}
 # "freezing" here reaches Inductor alone: its passes for inference run, and weights stay arguments. Were Dynamo told, too, they
 # would become constants, stored transposed: products of one row with those take twice the time (H200, torch 2.11).
-OPTIONS = {"default": {}, "max-autotune": _TUNED, "freeze": {**_TUNED, "freezing": True}}
+_FROZEN = {**_TUNED, "freezing": True}
+OPTIONS = {"default": {}, "max-autotune": _TUNED, "freeze": _FROZEN, "joined": _FROZEN}
 
 # So that a second generate() compiles nothing.
 _COMPILED: "weakref.WeakKeyDictionary[PreTrainedModel, dict[str, Callable]]" = weakref.WeakKeyDictionary()
@@ -20,6 +21,10 @@ _numbers = itertools.count()
 
 def compiled_forward(model: PreTrainedModel, mode: str) -> Callable:
     """The model's forward, compiled in a mode of `OPTIONS`."""
+    if mode == "joined":
+        from .joined import join_weights
+
+        join_weights(model)  # also where a weight was replaced since
     forwards = _COMPILED.setdefault(model, {})
     if mode not in forwards:
         forwards[mode] = _compile(model, mode)
@@ -31,8 +36,13 @@ def _forward(model: PreTrainedModel, **inputs):
 
 
 def _compile(model: PreTrainedModel, mode: str) -> Callable:
+    options = OPTIONS[mode]
+    if mode == "joined":
+        from .joined import JoinProjections  # imports Inductor, which takes seconds
+
+        options = {**options, "pre_grad_custom_pass": JoinProjections()}
     # Dynamo counts recompilations by code: each model and mode has its own.
     code = _forward.__code__.replace(co_name=f"forward_{next(_numbers)}")
-    compiled = torch.compile(types.FunctionType(code, globals()), options=OPTIONS[mode])
+    compiled = torch.compile(types.FunctionType(code, globals()), options=options)
     owner = weakref.ref(model)  # an entry that held its own key would never go
     return lambda **inputs: compiled(owner(), **inputs)

@@ -89,11 +89,12 @@ def test_fast_decode_samples_like_generate(model):
     assert torch.equal(*runs)
 
 
-def test_the_mode_for_inference_graphs(model):
+@pytest.mark.parametrize("mode", ["freeze", "joined"])
+def test_tuned_modes(model, mode):
     """The text of eager steps, but for near ties."""
     ids, mask = prompts()
     runs = []
-    for extra in ({"disable_compile": True}, {"custom_generate": FastDecode(compile="freeze"), "disable_compile": True}):
+    for extra in ({"disable_compile": True}, {"custom_generate": FastDecode(compile=mode), "disable_compile": True}):
         cache = kvsparse_hf.QuestCache(model, budget=128, reserve=40)
         runs.append(model.generate(ids, attention_mask=mask, max_new_tokens=100, **LIKE, **{CACHE: cache}, **extra))
     assert (runs[0][:, :320] == runs[1][:, :320]).float().mean() > 0.9

@@ -1,0 +1,76 @@
+"""`FastDecode(compile="joined")`: projections of one input are one product, and the model stays what it was."""
+
+import copy
+import os
+
+import pytest
+import torch
+from helpers import CACHE, left_pad, tokens
+from transformers import AutoModelForCausalLM, LlamaConfig, Qwen2Config
+
+import kvsparse_hf
+from kvsparse_hf import FastDecode
+from kvsparse_hf.decoding import compiled, joined
+
+SHAPE = dict(
+    vocab_size=97, hidden_size=64, intermediate_size=96, num_hidden_layers=1, num_attention_heads=4, num_key_value_heads=2,
+    eos_token_id=None, bos_token_id=None,
+)  # fmt: skip
+
+
+def build(config_class):
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(config_class(**SHAPE)).eval()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(torch.randn_like(parameter), alpha=0.05)  # biases, too
+    return model
+
+
+def run(model, **extra):
+    ids, mask = left_pad([tokens(30), tokens(22, seed=2)])
+    cache = kvsparse_hf.SnapKVCache(model, budget=16, window=4)
+    return model.generate(ids, attention_mask=mask, max_new_tokens=12, pad_token_id=0, **{CACHE: cache}, **extra)
+
+
+@pytest.mark.parametrize("config_class", [LlamaConfig, Qwen2Config], ids=["llama", "qwen-2, with biases"])
+def test_same_text_with_fewer_products(config_class, monkeypatch):
+    # Without tuning, which takes a minute on a CPU, and with no graph from an earlier run, which would need no pass.
+    monkeypatch.setattr(joined.JoinProjections, "uuid", lambda self: os.urandom(8))
+    monkeypatch.setitem(compiled.OPTIONS, "joined", {})
+    made, join = [], joined._join
+    monkeypatch.setattr(joined, "_join", lambda graph, products: made.append(len(products)) or join(graph, products))
+    model, how = build(config_class), {"custom_generate": FastDecode(compile="joined")}
+    before = run(model)
+    assert torch.equal(run(model, **how), before)
+    assert sorted(made) == [2, 3]
+    # A weight that was replaced since counts, and needs no other graph.
+    attention = model.model.layers[0].self_attn
+    attention.k_proj.weight = torch.nn.Parameter(attention.k_proj.weight.detach().neg())
+    after = run(model)
+    assert torch.equal(run(model, **how), after) and not torch.equal(before, after)
+    assert sorted(made) == [2, 3]
+
+
+def test_the_model_stays_what_it_was(tmp_path):
+    model = build(Qwen2Config)
+    weights = copy.deepcopy(model.state_dict())
+    names = dict(model.named_parameters())
+    assert joined.join_weights(model) == joined.join_weights(model) == 2
+    assert all(parameter is names[name] for name, parameter in model.named_parameters())
+    attention = model.model.layers[0].self_attn
+    assert joined.side_by_side([attention.q_proj.weight, attention.k_proj.weight, attention.v_proj.weight])
+    model.save_pretrained(tmp_path)
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path)
+    for other in (model, copy.deepcopy(model), loaded):
+        assert all(torch.equal(tensor, weights[name]) for name, tensor in other.state_dict().items())
+        assert torch.equal(run(other), run(model))
+
+
+def test_what_cannot_be_joined_is_left_alone():
+    model = build(LlamaConfig)
+    layer = model.model.layers[0]
+    layer.self_attn.q_proj = torch.nn.Sequential(layer.self_attn.q_proj)  # an adapter, say
+    layer.mlp.up_proj.double()
+    assert joined.join_weights(model) == 0
+    assert not joined.side_by_side([layer.mlp.gate_proj.weight, layer.mlp.up_proj.weight])
