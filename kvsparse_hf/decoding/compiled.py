@@ -38,7 +38,7 @@ def _forward(model: PreTrainedModel, **inputs):
 def _compile(model: PreTrainedModel, mode: str) -> Callable:
     options = OPTIONS[mode]
     if mode == "joined":
-        from .joined import JoinProjections  # imports Inductor, which takes seconds
+        from .joined import JoinProjections
 
         options = {**options, "pre_grad_custom_pass": JoinProjections()}
     # Dynamo counts recompilations by code: each model and mode has its own.

@@ -178,6 +178,8 @@ def test_opcheck_others(opcheck_device):
     torch.library.opcheck(torch.ops.kvsparse.token_scores, (q, tokens, length), dict(dims=16, scale=0.3), **check)
     torch.library.opcheck(torch.ops.kvsparse.page_scores, (q, summary, length), dict(page_size=4, scale=0.3), **check)
     torch.library.opcheck(torch.ops.kvsparse.topk_pages, (torch.randn(1, 2, 9, device=device), 3), {}, **check)
+    torch.library.opcheck(torch.ops.kvsparse.choose_pages, (q, summary, length, 2), dict(page_size=4, scale=0.3), **check)
+    torch.library.opcheck(torch.ops.kvsparse.choose_tokens, (q, tokens, length, 2), dict(dims=16, scale=0.3), **check)
 
 
 def test_opcheck_in_place(opcheck_device):
