@@ -26,8 +26,7 @@ import kvsparse_hf as kv
 from kvsparse_hf.bench.timing import Results
 from kvsparse_hf.demo.model import find_model
 from kvsparse_hf.eval.forced import forced, left_pad
-from kvsparse_hf.eval.metrics.gsm8k import flexible_extract, is_invalid, strict_match
-from kvsparse_hf.eval.tasks.gsm8k import INSTRUCTION
+from kvsparse_hf.eval.tasks.gsm8k import INSTRUCTION, score_answer
 from kvsparse_hf.hf.compat import CACHE_ARGUMENT
 
 EVICTED = (0.0, 0.03, 0.1, 0.25, 0.5)
@@ -86,7 +85,7 @@ def shares_held(cache: kv.SparseCache) -> tuple[float, float]:
 def measure_accuracy(
     model, tokenizer, rows: list[dict], made: Cells, batch: int, new: int, results: Results, setting: dict
 ) -> None:
-    """Rows of each cell: `flexible_extract` and `strict_match` with standard errors, `invalid`, and bytes held at the end."""
+    """Rows of each cell: the scores of `score_answer` with standard errors, and bytes held at the end."""
     ids = prompts(tokenizer, [row["question"] for row in rows])
     for name, make in made.items():
         texts, held = [], []
@@ -97,12 +96,12 @@ def measure_accuracy(
             held.append(shares_held(cache))
             del cache
         shape = {"model": name_of(model), "batch": batch, "questions": len(rows), "new_tokens": new, **setting, **cell_shape(name)}
-        for metric in (flexible_extract, strict_match, is_invalid):
-            scores = [metric(text, row["answer"].rpartition("#### ")[2].strip()) for text, row in zip(texts, rows, strict=True)]
-            mean = sum(scores) / len(scores)
-            error = math.sqrt(mean * (1 - mean) / len(scores))
-            results.add(name, metric.__name__.removeprefix("is_"), round(mean, 4), "share", shape, len(scores), round(error, 4))
-            print(f"{name}: {metric.__name__} {mean:.3f} ± {error:.3f}", flush=True)
+        scored = [score_answer(text, row["answer"].rpartition("#### ")[2].strip()) for text, row in zip(texts, rows, strict=True)]
+        for metric in scored[0]:
+            mean = sum(scores[metric] for scores in scored) / len(scored)
+            error = math.sqrt(mean * (1 - mean) / len(scored))
+            results.add(name, metric, round(mean, 4), "share", shape, len(scored), round(error, 4))
+            print(f"{name}: {metric} {mean:.3f} ± {error:.3f}", flush=True)
         add_bytes(results, name, shape, held)
 
 

@@ -8,6 +8,7 @@ from eval_tools import LONGBENCH_ROW, answered, questions, write
 
 from kvsparse_hf import KVSparseError, OptionError
 from kvsparse_hf.eval import get_task, list_tasks
+from kvsparse_hf.eval.tasks.gsm8k import score_answer
 from kvsparse_hf.eval.tasks.longbench import without_middle
 from kvsparse_hf.eval.tasks.longgen import split_answers
 from kvsparse_hf.eval.tasks.words import made_up, pairs, spread
@@ -130,19 +131,44 @@ def test_gsm8k_prompts(setting, tmp_path):
     write(tmp_path / "train.jsonl", [{"question": f"Q{n}", "answer": f"<<1+1=2>>A{n}\n#### {n}"} for n in range(9)])
     zero = get_task("gsm8k").examples(setting(data=tmp_path))
     assert [example.references for example in zero] == ["1", "2", "3", "4", "5"]
-    assert zero[0].chat and zero[0].prompt.startswith("What is 0 + 1?\n\nSolve") and zero[0].max_new_tokens == 400
+    assert (
+        zero[0].chat
+        and zero[0].prompt.startswith("What is 0 + 1?\n\nThink")
+        and "####" not in zero[0].prompt
+        and zero[0].max_new_tokens == 400
+    )
     (few,) = get_task("gsm8k", shots=8).examples(setting(data=tmp_path, limit=1))
     assert not few.chat and few.prompt.startswith("Question: Q0\nAnswer: A0\n#### 0\n\nQuestion: Q1\n")
     assert few.prompt.endswith("#### 7\n\nQuestion: What is 0 + 1?\nAnswer:") and "Question:" in few.stop
-    assert get_task("gsm8k").score(few, answered("#### 1")) == {
-        "flexible_extract": 1.0,
-        "strict_match": 1.0,
-        "invalid": 0.0,
-    }
     with pytest.raises(KVSparseError, match="train.jsonl"):
         get_task("gsm8k", shots=8).examples(setting(data=tmp_path / "test.jsonl"))
     with pytest.raises(KVSparseError, match="has 9 rows, 10 shots"):
         get_task("gsm8k", shots=10).examples(setting(data=tmp_path))
+
+
+@pytest.mark.parametrize(
+    "text, flexible, strict, invalid_zero_shot, invalid_few_shot",
+    [
+        ("#### 1", 1, 1, 0, 0),
+        ("0 + 1 is\n1", 1, 0, 0, 1),
+        ("#### $1", 1, 0, 0, 1),
+        ("so it is one.", 0, 0, 1, 1),
+        ("", 0, 0, 1, 1),
+    ],
+)
+def test_gsm8k_answers_without_a_number(
+    setting, tmp_path, text, flexible, strict, invalid_zero_shot, invalid_few_shot
+):
+    for name in ("test", "train"):
+        write(tmp_path / f"{name}.jsonl", questions(1))
+    for shots, invalid in ((0, invalid_zero_shot), (1, invalid_few_shot)):
+        task = get_task("gsm8k", shots=shots)
+        (example,) = task.examples(setting(data=tmp_path))
+        found = task.score(example, answered(text))
+        assert found == {"flexible_extract": flexible, "strict_match": strict, "invalid": invalid}
+    assert score_answer(text, "1")["invalid"] == invalid_zero_shot, (
+        "zero-shot is the default, as of examples/reasoning.py"
+    )
 
 
 def test_longgen_numbers_questions_and_reads_answers(setting, tmp_path):

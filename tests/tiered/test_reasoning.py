@@ -12,6 +12,7 @@ from tiny_folder import save_tiny_folder
 from tiny_models import build
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from kvsparse_hf.bench.timing import Results
 from kvsparse_hf.demo.model import REPOSITORY, cache_folder
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "examples"))
@@ -65,6 +66,21 @@ def test_answers_end_where_the_model_ends_them():
     made = cells(**SHORT, evicted=(0.0,), resident=(0.5,), bits=())
     texts = [answer(model, Tokenizer, ids, make(model), 30) for make in made.values()]
     assert texts[0] == texts[1] and all(7 not in row and len(row) <= 30 for row in texts[0])
+
+
+def test_answers_are_scored_as_those_of_the_task(tmp_path, monkeypatch):
+    model, tokenizer = build(), AutoTokenizer.from_pretrained(save_tiny_folder(tmp_path / "model"))
+    rows = [{"question": "1 and 1?", "answer": "#### 2"}, {"question": "2 and 1?", "answer": "#### 3"}]
+    said = dict(zip(map(tuple, prompts(tokenizer, [row["question"] for row in rows])), ("It is\n2", "three"), strict=True))
+    monkeypatch.setattr(
+        reasoning, "answer",
+        lambda model, tokenizer, ids, cache, new: [tokenizer(said[tuple(row)], add_special_tokens=False).input_ids for row in ids],
+    )  # fmt: skip
+    monkeypatch.setattr(reasoning, "shares_held", lambda cache: (1.0, 0.0))
+    results = Results(tmp_path, "reasoning")
+    reasoning.measure_accuracy(model, tokenizer, rows, {"full": lambda model: None}, 2, 4, results, {})
+    found = {row["metric"]: row["value"] for row in map(json.loads, results.path.read_text().splitlines())}
+    assert (found["flexible_extract"], found["strict_match"], found["invalid"]) == (0.5, 0.0, 0.5)
 
 
 @pytest.mark.slow

@@ -6,7 +6,7 @@ from pydantic import Field
 
 from ...errors import KVSparseError
 from ..data import find_file, load_hub, read_rows
-from ..metrics.gsm8k import flexible_extract, is_invalid, strict_match, without_calculations
+from ..metrics.gsm8k import INVALID, extract_flexible, flexible_extract, is_invalid, strict_match, without_calculations
 from .base import Answer, Example, Setting, Task, TaskOptions
 
 _FIELDS = {"question": str, "answer": str}
@@ -18,8 +18,10 @@ INSTRUCTION = "Think step by step. Write the final answer as a single number on 
 class GSM8KOptions(TaskOptions):
     """Options of the task."""
 
-    shots: int = Field(0, ge=0, le=64, description="worked examples before the question; 8 is usual for base models")
-    instruction: str = Field(INSTRUCTION, description="what stands after a zero-shot question")
+    shots: int = Field(
+        0, ge=0, le=64, description="worked examples, whose answers end in #### N; 8 is usual for base models"
+    )
+    instruction: str = Field(INSTRUCTION, description="what stands after a zero-shot question; may be empty")
     split: Literal["test", "train"] = Field("test", description="the questions that are asked")
 
 
@@ -27,8 +29,7 @@ class GSM8KTask(Task):
     """Zero-shot through the chat template, or few-shot as plain text ("Question: …\\nAnswer: …", as lm-eval's `gsm8k`).
 
     Few-shot examples are the first rows of the training split, without their `<<…>>` marks. With `--data` they come from
-    `train.jsonl` in the folder. Scored by lm-eval's strict and flexible rules; `invalid` is the share of answers in which
-    the strict rule finds no number.
+    `train.jsonl` in the folder. Scored by `score_answer`.
     """
 
     name = "gsm8k"
@@ -74,12 +75,21 @@ class GSM8KTask(Task):
         )
 
     def score(self, example: Example, answer: Answer) -> dict[str, float]:
-        pair = (answer.texts[0], example.references)
-        return {
-            "flexible_extract": flexible_extract(*pair),
-            "strict_match": strict_match(*pair),
-            "invalid": is_invalid(*pair),
-        }
+        return score_answer(answer.texts[0], example.references, few_shot=self.options.shots > 0)
+
+
+def score_answer(text: str, reference: str, few_shot: bool = False) -> dict[str, float]:
+    """lm-eval's `flexible_extract` and `strict_match` of one answer, and `invalid`; 0 or 1 each.
+
+    The strict rule wants "#### N", which few-shot examples show and the zero-shot instruction does not ask for. So an answer
+    is invalid if that rule finds no number in it (few-shot, as in lm-eval), or if the flexible one finds none (zero-shot).
+    """
+    no_number = is_invalid(text) if few_shot else float(extract_flexible(text) == INVALID)
+    return {
+        "flexible_extract": flexible_extract(text, reference),
+        "strict_match": strict_match(text, reference),
+        "invalid": no_number,
+    }
 
 
 def load_split(setting: Setting, split: str) -> list[dict]:
