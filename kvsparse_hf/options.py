@@ -67,7 +67,7 @@ class EvictingOptions(CommonOptions):
 
 
 def parse_options(schema: type[CommonOptions], method: str, given: dict[str, Any]) -> CommonOptions:
-    """Validates keyword options.
+    """Validates keyword options. None for an option that is a plain string is the empty one: YAML reads `key=` and `key:` so.
 
     Raises:
         OptionError: an unknown option (with the nearest name) or a value out of range.
@@ -79,8 +79,9 @@ def parse_options(schema: type[CommonOptions], method: str, given: dict[str, Any
         counts = isinstance(value, int) and not isinstance(value, bool) and name not in _NO_COUNTS and not name.endswith("_bytes")
         if counts and abs(value) > MOST:
             raise OptionError(f"{method}: {name}={brief(value)} is beyond what any text has; give at most {MOST}.")
+    texts = {name: "" for name, value in given.items() if value is None and schema.model_fields[name].annotation is str}
     try:
-        return schema(**given)
+        return schema(**{**given, **texts})
     except ValidationError as error:
         first = error.errors()[0]
         cause = first.get("ctx", {}).get("error")

@@ -8,6 +8,7 @@ from tiny_folder import save_tiny_folder
 from typer.testing import CliRunner
 
 import kvsparse_hf
+from kvsparse_hf import OptionError
 from kvsparse_hf.cli import app
 from kvsparse_hf.cli.loading import choose_device, choose_dtype, parse_options, parse_value
 from kvsparse_hf.registry import _METHODS
@@ -150,6 +151,30 @@ def test_option_values_read_as_in_a_preset_file():
     pairs = ["a=512", "b=0.25", "c=512MiB", "d=true", "e=max", "f=x=y"]
     assert parse_options(pairs) == {"a": 512, "b": 0.25, "c": "512MiB", "d": True, "e": "max", "f": "x=y"}
     assert parse_value("512MiB") == yaml.safe_load("512MiB")
+    assert parse_options(["a=", "b= ", "c=null", "d=''"]) == {"a": None, "b": None, "c": None, "d": ""}
+
+
+@pytest.mark.parametrize("text", ["End with #### N", "#### N", "a #b", "a#b", "Answer # #### N.  Then stop"])
+def test_a_number_sign_in_a_value_begins_no_comment(text):
+    assert parse_value(text) == text and parse_value(f" {text} ") == text and parse_value(repr(text)) == text
+
+
+def test_nothing_is_the_empty_string_where_an_option_is_a_string(folder):
+    from kvsparse_hf.options import CommonOptions
+    from kvsparse_hf.options import parse_options as validated
+
+    class Options(CommonOptions):
+        text: str = "some"
+        name: str | None = "some"
+        count: int = 1
+
+    assert validated(Options, "method", parse_options(["text=", "name="])) == Options(text="", name=None)
+    assert validated(Options, "method", parse_options(["text=''", "name=''"])) == Options(text="", name="")
+    with pytest.raises(OptionError, match="count=None"):
+        validated(Options, "method", parse_options(["count="]))
+    refused(run_generate(folder, "--prompt", "x", "--preset", "cla-2", "--option", "inner="), "inner=None is not the name of a method")
+    result = run_generate(folder, "--prompt", "x", "--preset", "h2o-1024", "--option", "heavy=", "--option", "recent=")
+    assert result.exit_code == 0, result.output
 
 
 def test_dtype_follows_the_device():

@@ -24,11 +24,15 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch
 
 
 def parse_value(text: str) -> Any:
-    """A value as a preset file would hold it: `512` is an int, `0.25` a float, `512MiB` a string."""
+    """A value as a preset file would hold it: `512` is an int, `0.25` a float, `512MiB` a string, nothing at all is None."""
     try:
-        return read_yaml(text)
+        value = read_yaml(text)
     except KVSparseError as error:
         raise KVSparseError(f"{brief(text)} is no value.") from error
+    # Plain text with a "#" in it, such as "End with #### N": YAML takes the rest for a comment, which no value is meant to have.
+    if (value is None or isinstance(value, str)) and text.strip().removeprefix(value or "").lstrip().startswith("#"):
+        return text.strip()
+    return value
 
 
 def parse_options(pairs: list[str]) -> dict[str, Any]:

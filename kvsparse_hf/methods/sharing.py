@@ -31,21 +31,21 @@ class SharingCache(SparseCache):
 
     def __new__(cls, model: Any = None, **options: Any):
         # copy.copy and copy.deepcopy come here with the combined class and without a model.
-        return object.__new__(cls if model is None else cls.combined(options.get("inner")))
+        return object.__new__(cls if model is None else cls.combined(options))
 
     @classmethod
-    def combined(cls, inner: Any) -> type["SharingCache"]:
-        """This method over the method named `inner` (default: its own default)."""
+    def combined(cls, given: dict[str, Any]) -> type["SharingCache"]:
+        """This method over the method that the options name as `inner` (default: its own default)."""
         if "_over" in vars(cls):
             return cls
-        inner = cls.Options.model_fields["inner"].default if inner is None else inner
+        inner = given.get("inner", cls.Options.model_fields["inner"].default)
         if not isinstance(inner, str):
             raise OptionError(f"{cls.method}: inner={inner!r} is not the name of a method.")
         return _combined(cls, inner)
 
     @classmethod
     def options_for(cls, given: dict[str, Any]) -> type[CommonOptions]:
-        return cls.combined(given.get("inner")).Options
+        return cls.combined(given).Options
 
     def sources(self, full: list[int]) -> list[int]:
         """The layer whose keys and values each decoder layer reads.

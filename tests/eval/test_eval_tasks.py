@@ -7,6 +7,7 @@ import pytest
 from eval_tools import LONGBENCH_ROW, answered, questions, write
 
 from kvsparse_hf import KVSparseError, OptionError
+from kvsparse_hf.cli.loading import parse_options
 from kvsparse_hf.eval import get_task, list_tasks
 from kvsparse_hf.eval.tasks.gsm8k import score_answer
 from kvsparse_hf.eval.tasks.longbench import without_middle
@@ -144,6 +145,21 @@ def test_gsm8k_prompts(setting, tmp_path):
         get_task("gsm8k", shots=8).examples(setting(data=tmp_path / "test.jsonl"))
     with pytest.raises(KVSparseError, match="has 9 rows, 10 shots"):
         get_task("gsm8k", shots=10).examples(setting(data=tmp_path))
+
+
+@pytest.mark.parametrize(
+    "written, asked",
+    [
+        ("instruction=", ""),
+        ("instruction=''", ""),
+        ("instruction=Think.", "\n\nThink."),
+        ("instruction=End with #### N", "\n\nEnd with #### N"),
+    ],
+)
+def test_gsm8k_instruction(setting, tmp_path, written, asked):
+    task = get_task("gsm8k", **parse_options([written]))
+    (example,) = task.examples(setting(data=write(tmp_path / "test.jsonl", questions(1))))
+    assert example.prompt == f"What is 0 + 1?{asked}"
 
 
 @pytest.mark.parametrize(
