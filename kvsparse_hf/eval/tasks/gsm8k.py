@@ -19,7 +19,10 @@ class GSM8KOptions(TaskOptions):
     """Options of the task."""
 
     shots: int = Field(
-        0, ge=0, le=64, description="worked examples, whose answers end in #### N; 8 is usual for base models"
+        0,
+        ge=0,
+        le=64,
+        description="worked examples; they show the #### N that strict_match needs; 8 is usual for base models",
     )
     instruction: str = Field(INSTRUCTION, description="what stands after a zero-shot question; may be empty")
     split: Literal["test", "train"] = Field("test", description="the questions that are asked")
