@@ -13,6 +13,14 @@ def acc_dtype(x: Tensor) -> torch.dtype:
     return torch.float64 if x.dtype == torch.float64 else torch.float32
 
 
+def filled_width(length: Tensor, most: int) -> int:
+    """How many slots of a segment need to be looked at: all that can be (`most`), or, where asking costs nothing (on a CPU,
+    outside of a traced step), as many as the fullest segment has filled, but one at least."""
+    if length.device.type != "cpu" or torch.compiler.is_compiling() or length.numel() == 0:
+        return most
+    return min(most, max(int(length.max()), 1))
+
+
 def apply_softcap(logits: Tensor, softcap: float) -> Tensor:
     return torch.tanh(logits / softcap) * softcap if softcap else logits
 

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
-from ._common import NEG_INF, acc_dtype, apply_softcap, safe_softmax
+from ._common import NEG_INF, acc_dtype, apply_softcap, filled_width, safe_softmax
 
 _QUERY_BLOCK = 512
 
@@ -14,6 +15,22 @@ def _rows_of(store: Tensor, start: Tensor, slots: Tensor, valid: Tensor) -> Tens
     """Rows ``start + slots`` of a store [R, D] as [B, H, L, D]; invalid ones are zeros, whatever the memory holds."""
     rows = torch.where(valid, start.unsqueeze(-1) + slots, 0)
     return torch.where(valid.unsqueeze(-1), store[rows], 0)
+
+
+def _first_rows(store: Tensor, start: Tensor, width: int, valid: Tensor) -> Tensor:
+    """The first ``width`` rows of every segment as [B, H, width, D]; invalid ones are zeros. Segments that lie evenly are
+    looked at where they are, which can be known on a CPU outside of a traced step."""
+    if store.device.type != "cpu" or torch.compiler.is_compiling() or start.numel() == 0:
+        return _rows_of(store, start, torch.arange(width, device=store.device).expand(*start.shape, width), valid)
+    starts = start.flatten().tolist()
+    step = starts[1] - starts[0] if len(starts) > 1 else width
+    even = step >= max(width, 1) and starts == list(range(starts[0], starts[0] + step * len(starts), step))
+    if not even or starts[-1] + width > len(store):
+        return _rows_of(store, start, torch.arange(width).expand(*start.shape, width), valid)
+    row, inner = store.stride()
+    shape, strides = (*start.shape, width, store.shape[1]), (start.shape[1] * step * row, step * row, row, inner)
+    segments = store.as_strided(shape, strides, store.storage_offset() + starts[0] * row)
+    return segments if bool(valid.all()) else torch.where(valid.unsqueeze(-1), segments, 0)
 
 
 def decode_attention(
@@ -58,21 +75,23 @@ def decode_attention(
     heads = start.shape[1]
     acc = acc_dtype(q)
     if pages is None:
-        rows = slots = torch.arange(max_len, device=q.device).expand(batch, heads, max_len)
-        valid = slots < length.unsqueeze(-1)
+        width = filled_width(length, max_len)
+        valid = (torch.arange(width, device=q.device) < length.unsqueeze(-1)).expand(batch, heads, width)
+        keys, values = (_first_rows(store, start, width, valid).to(acc) for store in (k, v))
     else:
         within = torch.arange(page_size, device=q.device)
         slots = (pages.long().unsqueeze(-1) * page_size + within).flatten(2)
         rows = (pages.long().unsqueeze(-1) * (page_stride or page_size) + within).flatten(2)
         valid = (slots >= 0) & (slots < length.unsqueeze(-1))
-    keys = _rows_of(k, start, rows, valid).to(acc)
-    values = _rows_of(v, start, rows, valid).to(acc)
+        keys, values = (_rows_of(store, start, rows, valid).to(acc) for store in (k, v))
     queries = q.to(acc).view(batch, heads, heads_q // heads, dim)
 
     logits = apply_softcap(queries @ keys.transpose(-1, -2) * scale, softcap)
     logits = torch.where(valid.unsqueeze(2), logits, NEG_INF)
     weights, lse = safe_softmax(logits, None if sinks is None else sinks.view(1, heads, -1))
     out = (weights @ values).flatten(1, 2).to(q.dtype)
+    if return_logits and pages is None:
+        logits = F.pad(logits, (0, max_len - width), value=NEG_INF)
     return (
         out,
         lse.flatten(1, 2).float() if return_lse else None,
@@ -110,14 +129,14 @@ def chunk_attention(
     batch, heads_q, tokens, dim = q.shape
     heads = start.shape[1]
     acc = acc_dtype(q)
-    slots = torch.arange(max_len, device=q.device).expand(batch, heads, max_len)
-    stored = slots < length.unsqueeze(-1)
+    width = filled_width(length, max_len)
+    stored = (torch.arange(width, device=q.device) < length.unsqueeze(-1)).expand(batch, heads, width)
     new = torch.arange(tokens, device=q.device)
     real = (torch.ones(batch, tokens, dtype=torch.bool, device=q.device) if pad is None
             else new >= pad.unsqueeze(-1))  # [B, T]
     new_mask = real[:, None, None, :, None].to(acc)
-    keys = torch.cat([_rows_of(k, start, slots, stored).to(acc), k_new.to(acc)], dim=2).unsqueeze(2)
-    values = torch.cat([_rows_of(v, start, slots, stored).to(acc),
+    keys = torch.cat([_first_rows(k, start, width, stored).to(acc), k_new.to(acc)], dim=2).unsqueeze(2)
+    values = torch.cat([_first_rows(v, start, width, stored).to(acc),
                         torch.where(new_mask.squeeze(2) > 0, v_new.to(acc), 0)], dim=2).unsqueeze(2)
     queries = q.to(acc).view(batch, heads, heads_q // heads, tokens, dim)
     sink = None if sinks is None else sinks.view(1, heads, -1, 1)

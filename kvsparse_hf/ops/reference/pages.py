@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
-from ._common import NEG_INF, acc_dtype, apply_softcap, rank_scores
+from ._common import NEG_INF, acc_dtype, apply_softcap, filled_width, rank_scores
 
 
 def page_scores(
@@ -34,17 +35,19 @@ def page_scores(
     Returns:
         fp32 [B, H, P].
     """
-    batch, heads, pages = summary.shape[:3]
+    heads, pages = summary.shape[1:3]
     acc = acc_dtype(q)
     queries = q.to(acc).unflatten(1, (heads, -1))
     valid_pages = ((length + page_size - 1) // page_size).unsqueeze(-1)
-    page = torch.arange(pages, device=q.device)
+    width = filled_width(valid_pages, pages)
+    summary, page = summary[:, :, :width], torch.arange(width, device=q.device)
     valid = page < valid_pages  # [B, H, P]
     bounds = torch.where(valid[..., None, None], summary, 0).to(acc)
     upper = queries.clamp(min=0) @ bounds[:, :, :, 0].transpose(-1, -2)
     lower = queries.clamp(max=0) @ bounds[:, :, :, 1].transpose(-1, -2)
     forced = (page < sink_pages) | (page >= valid_pages - recent_pages)
-    return rank_scores((upper + lower) * scale, group_reduce, valid, forced)
+    scores = rank_scores((upper + lower) * scale, group_reduce, valid, forced)
+    return F.pad(scores, (0, pages - width), value=NEG_INF)
 
 
 def token_scores(
@@ -73,11 +76,13 @@ def token_scores(
     """
     acc = acc_dtype(q)
     queries = q.to(acc).unflatten(1, (keys.shape[1], -1))
-    token = torch.arange(keys.shape[2], device=q.device)
+    width = filled_width(length, keys.shape[2])
+    token = torch.arange(width, device=q.device)
     valid = token < length.unsqueeze(-1)  # [B, H, C]
-    leading = torch.where(valid.unsqueeze(-1), keys[..., :dims], 0).to(acc)
+    leading = torch.where(valid.unsqueeze(-1), keys[:, :, :width, :dims], 0).to(acc)
     logits = apply_softcap(queries @ leading.transpose(-1, -2) * scale, softcap)
-    return rank_scores(logits, group_reduce, valid, (token < sinks) | (token >= length.unsqueeze(-1) - recent))
+    scores = rank_scores(logits, group_reduce, valid, (token < sinks) | (token >= length.unsqueeze(-1) - recent))
+    return F.pad(scores, (0, keys.shape[2] - width), value=NEG_INF)
 
 
 def topk_pages(scores: Tensor, k: int) -> Tensor:
