@@ -236,7 +236,7 @@ class SparseCache(TakingBack, StepRoom, Cache):
         return figure
 
     def save(self, path: str | Path) -> None:
-        """Writes the cache to a folder (`cache.safetensors` and `cache.json`)."""
+        """Writes the cache to a folder (`cache.safetensors` and `cache.json`). Under tensor parallelism, call it on every rank."""
         self._take_drafts(self.session.held)
         save_cache(self, Path(path))
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,7 +14,7 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class Ranks:
-    """This process among those that share the heads. With one process every method hands back what it was given.
+    """This process among those that share the heads, or the model. With one process every method hands back what it was given.
 
     The collectives wait for the other ranks, which must call them at the same place: never inside a one-token step, but for
     `mean`.
@@ -56,6 +56,17 @@ class Ranks:
         said: list[Any] = [None] * self.size
         dist.all_gather_object(said, text, group=self.group)
         return said[0]
+
+    def only_first(self, act: Callable[[], None]) -> None:
+        """Rank 0 does `act`, once all have come so far; the others wait until it is done, or has failed."""
+        if self.size > 1:
+            dist.barrier(group=self.group)
+        try:
+            if self.rank == 0:
+                act()
+        finally:
+            if self.size > 1:
+                dist.barrier(group=self.group)
 
     def gather(self, mine: Tensor) -> Tensor:
         """`[B, H / size, …]` of each rank, in equal shapes, as `[B, H, …]`; on the device it was given on."""

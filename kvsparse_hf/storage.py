@@ -52,9 +52,9 @@ class _Saved(BaseModel):
 def save_cache(cache, folder: Path) -> None:
     """Writes `cache` (a `SparseCache`) to `folder`. Bytes written are those of the kept entries and their tables.
 
-    Under tensor parallelism every rank writes its own heads, to a folder in `folder`.
+    Under tensor parallelism every rank writes its own heads, to a folder in `folder`. Where each has all heads, the first writes
+    what a single process would, and the others wait for it.
     """
-    whole, folder = folder, _of_rank(folder, cache.binding.ranks)
     tensors, layers = {}, []
     for index, layer in enumerate(cache.layers):
         state, meta = _layer_state(layer, index)
@@ -74,10 +74,19 @@ def save_cache(cache, folder: Path) -> None:
         "tensors": sorted(tensors),
         "sha256": hashlib.sha256(blob).hexdigest(),
     }
-    _remove_other_ranks(whole, cache.binding.ranks)
-    folder.mkdir(parents=True, exist_ok=True)
-    (folder / _TENSORS).write_bytes(blob)
-    (folder / _META).write_text(json.dumps(meta, indent=1), encoding="utf-8")
+    ranks, processes = cache.binding.ranks, cache.binding.processes
+    if ranks.size == processes.size:
+        _write(folder, ranks, blob, meta)
+    else:
+        processes.only_first(lambda: _write(folder, ranks, blob, meta))
+
+
+def _write(folder: Path, ranks: Ranks, blob: bytes, meta: dict[str, Any]) -> None:
+    own = _of_rank(folder, ranks)
+    _remove_other_ranks(folder, ranks)
+    own.mkdir(parents=True, exist_ok=True)
+    (own / _TENSORS).write_bytes(blob)
+    (own / _META).write_text(json.dumps(meta, indent=1), encoding="utf-8")
 
 
 def _layer_state(layer, index: int) -> tuple[dict, dict]:

@@ -47,7 +47,7 @@ def evaluate(
     dtype: Dtype = "auto",
     tensor_parallel: Annotated[
         bool,
-        Option("--tensor-parallel", help="Under torchrun: divide the model's heads among the processes, not the examples."),
+        Option("--tensor-parallel", help="Under torchrun: divide the model among the processes, not the examples."),
     ] = False,
     output: Annotated[Path, Option("--output", "-o", help="Folder for eval.jsonl, figures and the answers.")] = Path(
         "eval-results"

@@ -149,7 +149,7 @@ class Engine:
         return text[: min(cuts)] if cuts else text
 
     def held(self, cache: SparseCache, rows: int) -> dict[str, float]:
-        """Bytes that the cache holds now, per row (see `Answer.bytes`), in all ranks that share the model."""
+        """Bytes that the cache holds now, per row (see `Answer.bytes`), in all ranks that share the heads."""
         report = cache.report()
         held = {
             "held": report.device_bytes - report.reserve_bytes,

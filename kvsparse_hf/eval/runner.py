@@ -40,7 +40,7 @@ class Run:
 
     @classmethod
     def plan(cls, task: Task, contender: Contender, engine: Engine, model_name: str, seed: int, output: Path) -> "Run":
-        versions, ranks = environment()["versions"], compat.ranks_of(engine.model).size
+        versions, ranks = environment()["versions"], compat.processes_of(engine.model).size
         facts = {
             "task": task.name,
             "options": task.options.model_dump(mode="json"),
@@ -78,7 +78,7 @@ def fingerprint(model: PreTrainedModel) -> str:
         digest.update(name.encode())
         first = compat.local_part(parameter.detach()).flatten()[:4]
         digest.update(first.to("cpu", torch.float32).numpy().tobytes())
-    return compat.ranks_of(model).first(digest.hexdigest()[:16])
+    return compat.processes_of(model).first(digest.hexdigest()[:16])
 
 
 def perform(

@@ -36,6 +36,7 @@ class Binding:
         query_heads, kv_heads, head_dim: attention shape of the full-attention layers, as the config states it (0 where it does
             not), counted over all ranks.
         ranks: who shares the heads with this process (tensor parallelism).
+        processes: who shares the model: the same, or more, each of which then has all heads and decides alike.
     """
 
     config: PretrainedConfig
@@ -45,6 +46,7 @@ class Binding:
     kv_heads: int
     head_dim: int
     ranks: Ranks = ALONE
+    processes: Ranks = ALONE
     decoder_class: type | None = None
 
     def __deepcopy__(self, memo: dict) -> "Binding":
@@ -75,9 +77,8 @@ class Binding:
                 f"{config.model_type} has {kv_heads} key/value heads, which {ranks.size} tensor-parallel ranks cannot share equally; use "
                 "a number of ranks that divides them."
             )
-        return cls(
-            config, model_class, config.num_hidden_layers, query_heads, kv_heads, head_dim, ranks, decoder_class
-        )
+        shape = (config.num_hidden_layers, query_heads, kv_heads, head_dim)
+        return cls(config, model_class, *shape, ranks, compat.processes_of(model), decoder_class)
 
     def attach(self) -> None:
         """Switches the model's attention to ours."""
@@ -105,17 +106,19 @@ class Binding:
                 )
 
     def check_heads(self, kv_heads: int, head_dim: int) -> None:
-        """Refuses keys of another model. Fewer heads are fine where they divide (tensor parallelism), and latent attention
-        (MLA) has key dimensions of its own."""
+        """Refuses keys of another model, or with more heads than a rank's share. Fewer heads are fine where they divide (tensor
+        parallelism, on a cache that knows the config alone), and latent attention (MLA) has key dimensions of its own."""
         latent = getattr(self.config, "kv_lora_rank", None) is not None
         if self.head_dim and head_dim != self.head_dim and not latent:
             raise UnsupportedOperationError(
                 f"this cache was made for a model with head dimension {self.head_dim}, got keys with {head_dim}."
             )
-        wrong_heads = self.kv_heads and (kv_heads > self.kv_heads or self.kv_heads % kv_heads)
-        if wrong_heads and kv_heads != self.query_heads:
+        everywhere = kv_heads * self.ranks.size
+        wrong_heads = self.kv_heads and (everywhere > self.kv_heads or self.kv_heads % everywhere)
+        if wrong_heads and everywhere != self.query_heads:
+            where = f" on each of {self.ranks.size} ranks" if self.ranks.size > 1 else ""
             raise UnsupportedOperationError(
-                f"this cache was made for a model with {self.kv_heads} key/value heads, got keys with {kv_heads}."
+                f"this cache was made for a model with {self.kv_heads} key/value heads, got keys with {kv_heads}{where}."
             )
 
     def fingerprint(self) -> dict:

@@ -2,6 +2,7 @@
 
 import copy
 import inspect
+import re
 import sys
 from collections.abc import Callable, Iterator
 from types import FrameType
@@ -48,6 +49,7 @@ __all__ = [
     "local_part",
     "only_stops_late",
     "plain_decoding",
+    "processes_of",
     "ranks_of",
     "register_attention",
     "reset_layer",
@@ -228,14 +230,31 @@ def has_own_cache(decoder_class: type | None) -> bool:
     return any(name.endswith("Cache") and not name.endswith("PaddingCache") for name in names)  # those pad convolutions of sound
 
 
-def ranks_of(model) -> Ranks:
-    """How Transformers divided the heads of a model among processes (`tp_plan=`, `tp_size=`); alone for a config."""
+def processes_of(model) -> Ranks:
+    """The processes among which Transformers divided a model (`tp_plan=`, `tp_size=`); alone for a config."""
     size, mesh = getattr(model, "_tp_size", None) or 1, getattr(model, "_device_mesh", None)
     if size == 1 or mesh is None:
         return ALONE
     if "tp" in (mesh.mesh_dim_names or ()):
         mesh = mesh["tp"]
     return Ranks(mesh.get_local_rank(), size, mesh.get_group())
+
+
+def ranks_of(model) -> Ranks:
+    """Those of `processes_of` that share the heads of a model. Alone where each has all heads: the plan gathers what it projected
+    (Phi-3; OLMo 2, whose norms look at all heads) or leaves the attention whole (LFM2, gpt-oss)."""
+    processes = processes_of(model)
+    return processes if processes.size > 1 and _divides_heads(model) else ALONE
+
+
+def _divides_heads(model: PreTrainedModel) -> bool:
+    """Whether the plan of a model lets the projections of its decoder's attention end divided. Other attention, as that of an
+    image tower, has no layer index."""
+    attention = re.compile(r"\b(self_)?(attn|attention)$")
+    indexed = (name for name, module in model.named_modules() if hasattr(module, "layer_idx"))
+    names = {re.sub(r"\b\d+\b", "*", name) for name in indexed if attention.search(name)}
+    divided = ("colwise", "packed_colwise")
+    return any(style in divided and name.rpartition(".")[0] in names for name, style in (model.tp_plan or {}).items())
 
 
 def tensor_parallel() -> dict[str, Any]:

@@ -163,6 +163,12 @@ class _Mesh:
         return None
 
 
+def divided(model, size: int):
+    """The model as the first of `size` processes sees it, without the others."""
+    model._tp_size, model._device_mesh = size, _Mesh(0)
+    return model
+
+
 def test_layers_on_disk(folder):
     """A `device_map` that leaves layers on disk: every tensor of a cache lies where its layer computes."""
     placed = {"model.embed_tokens": "cpu", "model.norm": "cpu", "model.rotary_emb": "cpu", "lm_head": "cpu", "model.layers.0": "cpu"}
@@ -178,8 +184,7 @@ def test_layers_on_disk(folder):
 
 
 def test_fewer_heads_than_ranks_are_refused():
-    model = build("llama-gqa2")  # two key/value heads
-    model._tp_size, model._device_mesh = 4, _Mesh(0)
+    model = divided(build("llama-gqa2"), 4)  # two key/value heads
     with pytest.raises(UnsupportedModelError, match="2 key/value heads, which 4 tensor-parallel ranks"):
         kvsparse_hf.FullCache(model)
 
