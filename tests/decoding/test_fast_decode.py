@@ -8,7 +8,7 @@ from functools import cache
 import pytest
 import torch
 from helpers import CACHE, kept_in_all_layers, left_pad, tokens
-from methods import MAIN, METHODS
+from methods import CORE, MAIN, METHODS
 from tiny_models import FAMILIES
 from transformers import TextIteratorStreamer
 
@@ -61,8 +61,11 @@ def assert_same(results):
     assert kept_in_all_layers(a) == kept_in_all_layers(b)
 
 
-@pytest.mark.parametrize("setting", SETTINGS)
-@pytest.mark.parametrize("case", MAIN, ids=lambda case: case.id)
+# What is set does not depend on the method: every setting with each kind of layer, two with every method.
+EVERY = [(case, name) for case in MAIN for name in SETTINGS if case in CORE or name in ("greedy-min-new-tokens", "sampling")]
+
+
+@pytest.mark.parametrize(("case", "setting"), EVERY, ids=lambda value: getattr(value, "id", value))
 def test_same_as_plain(model, case, setting):
     ids, mask = left_pad([tokens(30), tokens(17, seed=2), tokens(29, seed=3)])
     assert_same(both(model, lambda: case.make(model), ids, mask, **SETTINGS[setting]))
@@ -147,6 +150,7 @@ def test_wrong_options(wrong):
         FastDecode(**wrong)
 
 
+@pytest.mark.slow
 def test_a_compiled_step_follows_the_model(monkeypatch):
     """Changed weights count, and what was compiled does not keep a model alive."""
     monkeypatch.setitem(compiled.OPTIONS, "freeze", {"freezing": True})  # without tuning, which takes a minute on a CPU

@@ -33,7 +33,10 @@ def run(model, **extra):
     return model.generate(ids, attention_mask=mask, max_new_tokens=12, pad_token_id=0, **{CACHE: cache}, **extra)
 
 
-@pytest.mark.parametrize("config_class", [LlamaConfig, Qwen2Config], ids=["llama", "qwen-2, with biases"])
+@pytest.mark.parametrize(
+    "config_class",
+    [pytest.param(LlamaConfig, id="llama", marks=pytest.mark.slow), pytest.param(Qwen2Config, id="qwen-2, with biases")],
+)
 def test_same_text_with_fewer_products(config_class, monkeypatch):
     # Without tuning, which takes a minute on a CPU, and with no graph from an earlier run, which would need no pass.
     monkeypatch.setattr(joined.JoinProjections, "uuid", lambda self: os.urandom(8))

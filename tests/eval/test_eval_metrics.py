@@ -31,7 +31,11 @@ PUBLISHED = {
 # --- LongBench
 
 
-@pytest.mark.parametrize("dataset", PUBLISHED)
+# ROUGE of these long summaries takes a minute and a third of one.
+_LONG = ("gov_report", "multi_news")
+
+
+@pytest.mark.parametrize("dataset", [pytest.param(name, marks=[pytest.mark.slow] * (name in _LONG)) for name in PUBLISHED])
 def test_published_scores_are_reproduced(data, dataset):
     if dataset in ("gov_report", "qmsum", "multi_news", "samsum"):
         pytest.importorskip("rouge")

@@ -209,8 +209,7 @@ def test_topk_of_rows_too_long_for_one_program():
 
 
 @pytest.mark.parametrize("chunk", [0, 64])
-@pytest.mark.parametrize("how", ["softmax_mean", "max"])
-@pytest.mark.parametrize("heads, group, k", [(1, 1, 5), (2, 4, 20), (3, 7, 47)])
+@pytest.mark.parametrize("heads, group, k, how", [(1, 1, 5, "softmax_mean"), (2, 4, 20, "max"), (3, 7, 47, "softmax_mean")])
 def test_choice_is_the_best_by_score(target, heads, group, k, how, chunk, monkeypatch):
     """In one go and in chunks, the same pages (and tokens) as by way of the scores."""
     if chunk and target.backend == "triton":

@@ -19,6 +19,7 @@ from kvsparse_hf import SparseCache, UnsupportedOperationError
 from kvsparse_hf.hf.compat import CACHE_ARGUMENT
 from kvsparse_hf.ranks import Ranks
 
+pytestmark = pytest.mark.slow  # two processes, for most of a minute
 WORKER = Path(__file__).with_name("whole_heads_worker.py")
 MODELS = ("phi3-partial", "gpt-oss")
 
