@@ -5,6 +5,7 @@ they multiply the same input then reads all of them at once: one launch instead 
 use the memory's bandwidth where a few rows are decoded.
 """
 
+import operator
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 
@@ -73,11 +74,12 @@ class JoinProjections(CustomGraphPass):
         by_input: dict[fx.Node, list[fx.Node]] = defaultdict(list)
         for node in graph.nodes:
             if node.op == "call_function" and node.target is torch._C._nn.linear and len(node.args) == 3 and not node.kwargs:
-                by_input[node.args[0]].append(node)
-        for products in by_input.values():
-            products.sort(key=lambda node: _value(node.args[1]).storage_offset())
+                if node.args[1].op == "placeholder":
+                    by_input[node.args[0]].append(node)
+        for found in by_input.values():
+            products = sorted(found, key=lambda node: _value(node.args[1]).storage_offset())
             if len(products) > 1 and _together(products):
-                _join(graph, products)
+                _join(graph, products, before=found[0])
         graph.lint()
 
     def uuid(self) -> bytes:
@@ -91,32 +93,27 @@ def _value(node: fx.Node) -> Tensor:
 
 def _together(products: list[fx.Node]) -> bool:
     weights, biases = ([node.args[at] for node in products] for at in (1, 2))
-    if not all(isinstance(weight, fx.Node) for weight in weights) or not side_by_side([_value(w) for w in weights]):
+    if not side_by_side([_value(weight) for weight in weights]):
         return False
     if all(bias is None for bias in biases):
         return True
-    return all(isinstance(bias, fx.Node) for bias in biases) and side_by_side([_value(b) for b in biases])
+    given = all(isinstance(bias, fx.Node) and bias.op == "placeholder" for bias in biases)
+    return given and side_by_side([_value(bias) for bias in biases])
 
 
-def _join(graph: fx.Graph, products: list[fx.Node]) -> None:
-    first = min(products, key=lambda node: list(graph.nodes).index(node))
+def _join(graph: fx.Graph, products: list[fx.Node], before: fx.Node) -> None:
     widths = [len(_value(node.args[1])) for node in products]
     inner = _value(products[0].args[1]).shape[1]
-    with graph.inserting_before(first):
+    with graph.inserting_before(before):
         weight = _whole(graph, products[0].args[1], (sum(widths), inner), (inner, 1))
         bias = products[0].args[2] and _whole(graph, products[0].args[2], (sum(widths),), (1,))
         product = graph.call_function(torch._C._nn.linear, (products[0].args[0], weight, bias))
         parts = graph.call_function(torch.split, (product, widths, -1))
         for at, node in enumerate(products):
-            part = graph.call_function(_part, (parts, at))
-            node.replace_all_uses_with(part)
+            node.replace_all_uses_with(graph.call_function(operator.getitem, (parts, at)))
     for node in products:
         graph.erase_node(node)
 
 
 def _whole(graph: fx.Graph, first: fx.Node, shape: tuple[int, ...], stride: tuple[int, ...]) -> fx.Node:
     return graph.call_function(torch.as_strided, (first, shape, stride, 0))
-
-
-def _part(parts: Sequence[Tensor], at: int) -> Tensor:
-    return parts[at]

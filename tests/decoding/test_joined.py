@@ -42,7 +42,7 @@ def test_same_text_with_fewer_products(config_class, monkeypatch):
     monkeypatch.setattr(joined.JoinProjections, "uuid", lambda self: os.urandom(8))
     monkeypatch.setitem(compiled.OPTIONS, "joined", {})
     made, join = [], joined._join
-    monkeypatch.setattr(joined, "_join", lambda graph, products: made.append(len(products)) or join(graph, products))
+    monkeypatch.setattr(joined, "_join", lambda graph, products, before: made.append(len(products)) or join(graph, products, before))
     model, how = build(config_class), {"custom_generate": FastDecode(compile="joined")}
     before = run(model)
     assert torch.equal(run(model, **how), before)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -17,20 +19,31 @@ def _rows_of(store: Tensor, start: Tensor, slots: Tensor, valid: Tensor) -> Tens
     return torch.where(valid.unsqueeze(-1), store[rows], 0)
 
 
-def _first_rows(store: Tensor, start: Tensor, width: int, valid: Tensor) -> Tensor:
-    """The first ``width`` rows of every segment as [B, H, width, D]; invalid ones are zeros. Segments that lie evenly are
-    looked at where they are, which can be known on a CPU outside of a traced step."""
-    if store.device.type != "cpu" or torch.compiler.is_compiling() or start.numel() == 0:
-        return _rows_of(store, start, torch.arange(width, device=store.device).expand(*start.shape, width), valid)
+def _first_rows(stores: Sequence[Tensor], start: Tensor, width: int, valid: Tensor) -> list[Tensor]:
+    """The first ``width`` rows of every segment of each store, as [B, H, width, D]; invalid ones are zeros. Segments that lie
+    evenly are looked at where they are, which can be known on a CPU outside of a traced step."""
+    step = _even_step(start, width, min(map(len, stores)))
+    if step is None:
+        slots = torch.arange(width, device=start.device).expand(*start.shape, width)
+        return [_rows_of(store, start, slots, valid) for store in stores]
+    first, full = int(start[0, 0]), bool(valid.all())
+    segments = []
+    for store in stores:
+        row, inner = store.stride()
+        shape, strides = (*start.shape, width, store.shape[1]), (start.shape[1] * step * row, step * row, row, inner)
+        segments.append(store.as_strided(shape, strides, store.storage_offset() + first * row))
+    return segments if full else [torch.where(valid.unsqueeze(-1), segment, 0) for segment in segments]
+
+
+def _even_step(start: Tensor, width: int, rows: int) -> int | None:
+    """Rows from one segment to the next, where that is the same for all and each has ``width`` rows; None where it is not, or
+    cannot be known for nothing."""
+    if start.device.type != "cpu" or torch.compiler.is_compiling() or start.numel() == 0:
+        return None
     starts = start.flatten().tolist()
-    step = starts[1] - starts[0] if len(starts) > 1 else width
+    step = starts[1] - starts[0] if len(starts) > 1 else max(width, 1)
     even = step >= max(width, 1) and starts == list(range(starts[0], starts[0] + step * len(starts), step))
-    if not even or starts[-1] + width > len(store):
-        return _rows_of(store, start, torch.arange(width).expand(*start.shape, width), valid)
-    row, inner = store.stride()
-    shape, strides = (*start.shape, width, store.shape[1]), (start.shape[1] * step * row, step * row, row, inner)
-    segments = store.as_strided(shape, strides, store.storage_offset() + starts[0] * row)
-    return segments if bool(valid.all()) else torch.where(valid.unsqueeze(-1), segments, 0)
+    return step if even and starts[-1] + width <= rows else None
 
 
 def decode_attention(
@@ -77,7 +90,7 @@ def decode_attention(
     if pages is None:
         width = filled_width(length, max_len)
         valid = (torch.arange(width, device=q.device) < length.unsqueeze(-1)).expand(batch, heads, width)
-        keys, values = (_first_rows(store, start, width, valid).to(acc) for store in (k, v))
+        keys, values = (rows.to(acc) for rows in _first_rows((k, v), start, width, valid))
     else:
         within = torch.arange(page_size, device=q.device)
         slots = (pages.long().unsqueeze(-1) * page_size + within).flatten(2)
@@ -135,9 +148,9 @@ def chunk_attention(
     real = (torch.ones(batch, tokens, dtype=torch.bool, device=q.device) if pad is None
             else new >= pad.unsqueeze(-1))  # [B, T]
     new_mask = real[:, None, None, :, None].to(acc)
-    keys = torch.cat([_first_rows(k, start, width, stored).to(acc), k_new.to(acc)], dim=2).unsqueeze(2)
-    values = torch.cat([_first_rows(v, start, width, stored).to(acc),
-                        torch.where(new_mask.squeeze(2) > 0, v_new.to(acc), 0)], dim=2).unsqueeze(2)
+    held_k, held_v = (rows.to(acc) for rows in _first_rows((k, v), start, width, stored))
+    keys = torch.cat([held_k, k_new.to(acc)], dim=2).unsqueeze(2)
+    values = torch.cat([held_v, torch.where(new_mask.squeeze(2) > 0, v_new.to(acc), 0)], dim=2).unsqueeze(2)
     queries = q.to(acc).view(batch, heads, heads_q // heads, tokens, dim)
     sink = None if sinks is None else sinks.view(1, heads, -1, 1)
 
