@@ -8,10 +8,11 @@ are themselves values of the group, so that quantizing what was dequantized give
 from __future__ import annotations
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
-from ._common import acc_dtype
-from .attention import _rows_of, decode_attention
+from ._common import NEG_INF, acc_dtype, filled_width
+from .attention import _first_rows, decode_attention
 
 LEVELS = {"int8": 255, "int4": 15, "fp8": 448}  # the largest code
 FORMATS = tuple(LEVELS)
@@ -110,16 +111,17 @@ def decode_attention_quantized(
         As :func:`decode_attention`.
     """
     batch, heads = start.shape
-    slots = torch.arange(max_len, device=q.device).expand(batch, heads, max_len)
-    valid = slots < length.unsqueeze(-1)
+    width = filled_width(length, max_len)
+    valid = (torch.arange(width, device=q.device) < length.unsqueeze(-1)).expand(batch, heads, width)
     acc = acc_dtype(q)
 
     def values(codes: Tensor, ranges: Tensor) -> Tensor:
-        held = _rows_of(ranges.flatten(1), start, slots, valid).unflatten(-1, ranges.shape[1:])
-        return dequantize(_rows_of(codes, start, slots, valid), held, format, group, acc).flatten(0, 2)
+        codes, held = _first_rows((codes, ranges.flatten(1)), start, width, valid)
+        return dequantize(codes, held.unflatten(-1, ranges.shape[1:]), format, group, acc).flatten(0, 2)
 
-    first = torch.arange(batch * heads, device=q.device).view(batch, heads) * max_len
-    return decode_attention(
-        q, values(k, k_ranges), values(v, v_ranges), first, length, max_len=max_len, scale=scale, softcap=softcap,
+    first = torch.arange(batch * heads, device=q.device).view(batch, heads) * width
+    out, lse, logits = decode_attention(
+        q, values(k, k_ranges), values(v, v_ranges), first, length, max_len=width, scale=scale, softcap=softcap,
         sinks=sinks, return_lse=return_lse, return_logits=return_logits,
     )
+    return out, lse, F.pad(logits, (0, max_len - width), value=NEG_INF) if return_logits else None
