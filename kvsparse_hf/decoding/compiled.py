@@ -1,5 +1,6 @@
 """The forward that `FastDecode(compile=…)` records: a model's own, compiled by Inductor, once per model and mode."""
 
+import functools
 import itertools
 import types
 import weakref
@@ -36,13 +37,13 @@ def _forward(model: PreTrainedModel, **inputs):
 
 
 def _compile(model: PreTrainedModel, mode: str) -> Callable:
-    options = OPTIONS[mode]
+    how: dict = {"options": OPTIONS[mode]}
     if mode == "joined":
-        from .joined import JoinProjections
+        from .joined import compile_joined
 
-        options = {**options, "pre_grad_custom_pass": JoinProjections()}
+        how = {"backend": functools.partial(compile_joined, options=OPTIONS[mode])}
     # Dynamo counts recompilations by code: each model and mode has its own.
     code = _forward.__code__.replace(co_name=f"forward_{next(_numbers)}")
-    compiled = torch.compile(types.FunctionType(code, globals()), options=options)
+    compiled = torch.compile(types.FunctionType(code, globals()), **how)
     owner = weakref.ref(model)  # an entry that held its own key would never go
     return lambda **inputs: compiled(owner(), **inputs)

@@ -7,11 +7,12 @@ use the memory's bandwidth where a few rows are decoded.
 
 import operator
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 
 import torch
+import torch._inductor
 from torch import Tensor, fx, nn
-from torch._inductor.custom_graph_pass import CustomGraphPass
 
 GROUPS = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
 
@@ -67,24 +68,47 @@ def side_by_side(tensors: Sequence[Tensor]) -> bool:
     return True
 
 
-class JoinProjections(CustomGraphPass):
-    """A pass over Dynamo's graph: linear layers of one input whose weights lie side by side become one."""
+@dataclass(frozen=True)
+class _Whole:
+    """What a joined product multiplies with: the memory that begins with input ``first`` of the graph."""
 
-    def __call__(self, graph: fx.Graph) -> None:
-        by_input: dict[fx.Node, list[fx.Node]] = defaultdict(list)
-        for node in graph.nodes:
-            if node.op == "call_function" and node.target is torch._C._nn.linear and len(node.args) == 3 and not node.kwargs:
-                if node.args[1].op == "placeholder":
-                    by_input[node.args[0]].append(node)
-        for found in by_input.values():
-            products = sorted(found, key=lambda node: _value(node.args[1]).storage_offset())
-            if len(products) > 1 and _together(products):
-                _join(graph, products, before=found[0])
-        graph.lint()
+    first: int
+    shape: tuple[int, ...]
 
-    def uuid(self) -> bytes:
-        """For Inductor's caches; another number when the pass does something else."""
-        return b"kvsparse_hf.decoding.joined 1"
+    def of(self, inputs: Sequence[Tensor]) -> Tensor:
+        return inputs[self.first].as_strided(self.shape, (*self.shape[1:], 1), 0)
+
+
+def compile_joined(module: fx.GraphModule, inputs: Sequence[Tensor], options: dict) -> Callable:
+    """A backend of `torch.compile`: Inductor, for a graph whose linear layers of one input are one where their weights lie side
+    by side.
+
+    The joined weights become further inputs of the graph, views that each call takes of the first weight of their group: a view
+    taken inside, which is larger than the input it is taken of, is more than Inductor's tuning expects.
+    """
+    graph = fx.Graph()  # Dynamo still reads its own
+    graph.output(graph.graph_copy(module.graph, {}))
+    wholes = _join_products(graph)
+    examples = [*inputs, *(whole.of(inputs) for whole in wholes)]
+    compiled = torch._inductor.compile(fx.GraphModule(module, graph), examples, options=options)
+    return lambda *inputs: compiled(*inputs, *(whole.of(inputs) for whole in wholes))
+
+
+def _join_products(graph: fx.Graph) -> list[_Whole]:
+    """Changes the graph; its new inputs, in order."""
+    by_input: dict[fx.Node, list[fx.Node]] = defaultdict(list)
+    for node in graph.nodes:
+        if node.op == "call_function" and node.target is torch._C._nn.linear and len(node.args) == 3 and not node.kwargs:
+            if node.args[1].op == "placeholder":
+                by_input[node.args[0]].append(node)
+    places = {node: at for at, node in enumerate(graph.find_nodes(op="placeholder"))}
+    wholes: list[_Whole] = []
+    for found in by_input.values():
+        products = sorted(found, key=lambda node: _value(node.args[1]).storage_offset())
+        if len(products) > 1 and _together(products):
+            wholes += _join(graph, products, found[0], places)
+    graph.lint()
+    return wholes
 
 
 def _value(node: fx.Node) -> Tensor:
@@ -101,19 +125,18 @@ def _together(products: list[fx.Node]) -> bool:
     return given and side_by_side([_value(bias) for bias in biases])
 
 
-def _join(graph: fx.Graph, products: list[fx.Node], before: fx.Node) -> None:
+def _join(graph: fx.Graph, products: list[fx.Node], before: fx.Node, places: dict[fx.Node, int]) -> list[_Whole]:
     widths = [len(_value(node.args[1])) for node in products]
-    inner = _value(products[0].args[1]).shape[1]
+    firsts = [node for node in products[0].args[1:] if node is not None]
+    wholes = [_Whole(places[node], (sum(widths), *_value(node).shape[1:])) for node in firsts]
+    with graph.inserting_after(graph.find_nodes(op="placeholder")[-1]):
+        # inserted behind the same node, the last comes first
+        joined = [graph.placeholder(f"joined_{node.name}") for node in reversed(firsts)][::-1]
     with graph.inserting_before(before):
-        weight = _whole(graph, products[0].args[1], (sum(widths), inner), (inner, 1))
-        bias = products[0].args[2] and _whole(graph, products[0].args[2], (sum(widths),), (1,))
-        product = graph.call_function(torch._C._nn.linear, (products[0].args[0], weight, bias))
+        product = graph.call_function(torch._C._nn.linear, (products[0].args[0], *joined, *[None] * (2 - len(joined))))
         parts = graph.call_function(torch.split, (product, widths, -1))
         for at, node in enumerate(products):
             node.replace_all_uses_with(graph.call_function(operator.getitem, (parts, at)))
     for node in products:
         graph.erase_node(node)
-
-
-def _whole(graph: fx.Graph, first: fx.Node, shape: tuple[int, ...], stride: tuple[int, ...]) -> fx.Node:
-    return graph.call_function(torch.as_strided, (first, shape, stride, 0))
+    return wholes

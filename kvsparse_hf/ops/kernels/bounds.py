@@ -21,18 +21,23 @@ def forced(scores, page, valid_pages, sink_pages, recent_pages):
 
 @triton.jit
 def mean_share(Logits, PartMax, PartSum, row, page, pages, blocks, GROUP: tl.constexpr, BLOCKS: tl.constexpr):
-    """Softmax over all pages per query head, then the mean over the GROUP heads of a row; shaped like ``page``."""
-    part = tl.arange(0, BLOCKS)
-    total = tl.zeros_like(page).to(tl.float32)
-    for g in tl.static_range(GROUP):
-        head = row * GROUP + g
-        peaks = tl.load(PartMax + head * blocks + part, mask=part < blocks, other=float("-inf"))
-        masses = tl.load(PartSum + head * blocks + part, mask=part < blocks, other=0.0)
-        logits = tl.load(Logits + head * pages + page, mask=page < pages, other=float("-inf"))
-        peak = finite_or_zero(tl.max(peaks, 0))
-        mass = tl.sum(masses * tl.exp2(peaks - peak), 0)
-        total += tl.exp2(logits - peak) / tl.where(mass > 0, mass, 1.0)
-    return total / GROUP
+    """Softmax over all pages per query head, then the mean over the GROUP heads of a row: [N], for page [N].
+
+    All that is read is asked for at once, and the heads share their reductions: what a program does here is wait.
+    """
+    HEADS: tl.constexpr = triton.next_power_of_2(GROUP)
+    g = tl.arange(0, HEADS)[:, None]
+    head = row * GROUP + g
+    part = tl.arange(0, BLOCKS)[None, :]
+    is_part = (g < GROUP) & (part < blocks)
+    logits = tl.load(Logits + head * pages + page[None, :], mask=(g < GROUP) & (page < pages)[None, :], other=float("-inf"))
+    peaks = tl.load(PartMax + head * blocks + part, mask=is_part, other=float("-inf"))
+    masses = tl.load(PartSum + head * blocks + part, mask=is_part, other=0.0)
+    peak = finite_or_zero(tl.max(peaks, 1))
+    mass = tl.sum(masses * tl.exp2(peaks - peak[:, None]), 1)
+    # a logit from which the share follows by exp2 alone, its heads' mean included
+    offset = peak + tl.log2(tl.where(mass > 0, mass, 1.0) * GROUP)
+    return tl.sum(tl.exp2(logits - offset[:, None]), 0)
 
 
 @triton.jit
@@ -77,11 +82,13 @@ class Bounds:
     def arguments(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         return self.logits, self.parts[0], self.parts[1], self.length
 
-    def numbers(self) -> tuple[tuple[int, ...], dict[str, int]]:
-        """Arguments of the kernels that reduce these bounds: numbers, and compile-time constants."""
+    def numbers(self, warps: int) -> tuple[tuple[int, ...], dict[str, int]]:
+        """Arguments of the kernels, of so many warps, that reduce these bounds: numbers, and compile-time constants."""
         blocks = self.parts.shape[-1]
         group = self.logits.shape[0] * self.logits.shape[1] // self.shape[0]
-        return (blocks, self.page_size, self.sink_pages, self.recent_pages), dict(GROUP=group, BLOCKS=next_power_of_2(blocks))
+        # one part a thread at least: fewer would be laid out unlike the logits, which would move through shared memory
+        padded = max(next_power_of_2(blocks), 32 * warps)
+        return (blocks, self.page_size, self.sink_pages, self.recent_pages), dict(GROUP=group, BLOCKS=padded)
 
     def reduced(self) -> Tensor:
         """The scores, fp32 [rows, P]."""
@@ -89,7 +96,7 @@ class Bounds:
         out = torch.empty(rows, pages, dtype=torch.float32, device=self.logits.device)
         if not pages:
             return out
-        numbers, constants = self.numbers()
+        numbers, constants = self.numbers(warps=4)
         _page_softmax_kernel[(triton.cdiv(pages, self.block), rows)](
             *self.arguments(), out, pages, *numbers, **constants, BLOCK_P=self.block, num_warps=4, **launch_options(out.device),
         )

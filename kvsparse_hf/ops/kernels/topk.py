@@ -13,6 +13,7 @@ from .plan import TOPK_MOST, topk_chunk, topk_warps
 
 COLUMNS = 16
 _LOWEST = tl.constexpr(-(2**31))
+_INFINITE = tl.constexpr(0x7F800000)  # +inf, ordered
 _THIRD = tl.constexpr((2**32 + 2) // 3)  # the high half of a product with it is a third
 
 
@@ -36,7 +37,7 @@ def _topk_pages_kernel(
     ROWS: tl.constexpr, COLUMNS: tl.constexpr, BLOCK_K: tl.constexpr, GROUP: tl.constexpr, BLOCKS: tl.constexpr,
     HAS_IDS: tl.constexpr, HAS_SCORES: tl.constexpr, DEPENDENT: tl.constexpr,
 ):
-    """One (row, chunk of it), as ROWS x COLUMNS scores: a few columns in a row keep the scans short.
+    """One (row, chunk of it) of ROWS x COLUMNS scores; as a table only for the scans, which a few columns keep short.
 
     The threshold is found by trisection on the ordered bits; each step costs one reduction over the chunk.
     GROUP > 0: Scores are the bounds of so many query heads a row, whose softmax and mean are taken here.
@@ -45,7 +46,7 @@ def _topk_pages_kernel(
     join_previous(DEPENDENT, True)
     row = tl.program_id(0).to(tl.int64)
     chunk = row * tl.num_programs(1) + tl.program_id(1)  # of the output
-    page = tl.arange(0, ROWS)[:, None] * COLUMNS + tl.arange(0, COLUMNS)[None, :] + tl.program_id(1) * ROWS * COLUMNS
+    page = tl.program_id(1) * ROWS * COLUMNS + tl.arange(0, ROWS * COLUMNS)
     if GROUP:
         valid_pages = tl.cdiv(tl.load(Length + row).to(tl.int32), page_size)
         scores = mean_share(Scores, PartMax, PartSum, row, page, pages, blocks, GROUP, BLOCKS)
@@ -55,17 +56,20 @@ def _topk_pages_kernel(
     scores = tl.where(scores == 0, 0.0, scores)  # -0 ties with +0
     usable = scores > float("-inf")  # false for NaN too
     keys = tl.where(usable, _ordered(scores), _LOWEST)
-    flat = tl.reshape(keys, [ROWS * COLUMNS], can_reorder=True)  # counting needs no order, and moves nothing
-    take = tl.minimum(tl.sum((flat != _LOWEST).to(tl.int32), 0), k)
-    hi = tl.max(flat, 0)
-    lo = tl.min(tl.where(flat == _LOWEST, hi, flat), 0)
+    # what must be taken (+inf) is not searched: it would stretch the range to all numbers there are
+    found, must = _count_two(keys, _LOWEST + 1, _INFINITE)
+    take = tl.minimum(found, k)
+    hi = tl.max(tl.where(keys < _INFINITE, keys, _LOWEST), 0)
+    lo = tl.min(tl.where(usable, keys, _INFINITE), 0)
+    hi = tl.where(must >= take, _INFINITE, hi)
+    lo = tl.where(must >= take, _INFINITE, lo)
 
     # invariant: count(keys >= lo) >= take > count(keys > hi), so the take-th largest key is in lo .. hi
     while lo < hi:
         third = tl.umulhi((hi - lo).to(tl.uint32, bitcast=True), _THIRD).to(tl.int32, bitcast=True)
         first = lo + tl.maximum(third, 1)
         second = tl.maximum(hi - third, first)
-        count_first, count_second = _count_two(flat, first, second)
+        count_first, count_second = _count_two(keys, first, second)
         lo = tl.where(count_second >= take, second, tl.where(count_first >= take, first, lo))
         hi = tl.where(count_second >= take, hi, tl.where(count_first >= take, second - 1, first - 1))
         # exactly enough keys at or above a threshold: no need to find the very key
@@ -76,8 +80,10 @@ def _topk_pages_kernel(
     above = usable & (keys > lo)
     tied = usable & (keys == lo)
     packed = above.to(tl.int32) + tied.to(tl.int32) * 65536
-    sums = tl.sum(packed, 1)
-    ranks = tl.cumsum(packed, 1) + (tl.cumsum(sums, 0) - sums)[:, None]
+    table = tl.reshape(packed, [ROWS, COLUMNS])
+    sums = tl.sum(table, 1)
+    ranks = tl.cumsum(table, 1) + (tl.cumsum(sums, 0) - sums)[:, None]
+    ranks = tl.reshape(ranks, [ROWS * COLUMNS])
     room = take - (tl.sum(sums, 0) & 0xFFFF)
     tied_rank = ranks >> 16
     chosen = above | (tied & (tied_rank <= room))
@@ -122,10 +128,11 @@ def _launch(
     out = torch.empty(rows, chunks * k, dtype=torch.int32, device=device)
     kept = torch.empty(rows, chunks * k, dtype=torch.float32, device=device) if keep_scores else None
     source = bounds.arguments() if bounds else (scores, None, None, None)
-    numbers, constants = bounds.numbers() if bounds else ((0, 1, 0, 0), dict(GROUP=0, BLOCKS=1))
+    warps = topk_warps(block)
+    numbers, constants = bounds.numbers(warps) if bounds else ((0, 1, 0, 0), dict(GROUP=0, BLOCKS=1))
     _topk_pages_kernel[(rows, chunks)](
         *source, ids, out, kept, pages, k, *numbers, **constants, ROWS=block // COLUMNS, COLUMNS=COLUMNS, BLOCK_K=256,
-        HAS_IDS=ids is not None, HAS_SCORES=keep_scores, num_warps=topk_warps(block), **launch_options(device),
+        HAS_IDS=ids is not None, HAS_SCORES=keep_scores, num_warps=warps, **launch_options(device),
     )
     return out, kept
 
