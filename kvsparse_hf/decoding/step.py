@@ -63,7 +63,7 @@ class DecodeStep:
         if self.choice.sample:
             token = torch.multinomial(torch.softmax(scores, dim=-1), num_samples=1).squeeze(1)
         else:
-            token = torch.argmax(scores, dim=-1)
+            token = first_largest(scores)
         if self.choice.eos is not None:
             token = token * self.unfinished + self.choice.pad * (1 - self.unfinished)
             self.unfinished.mul_(~torch.isin(token, self.choice.eos))
@@ -110,3 +110,15 @@ def _no_gc():
     finally:
         if enabled:
             gc.enable()
+
+
+def first_largest(scores: Tensor) -> Tensor:
+    """`torch.argmax` over the last dimension of `[B, V]`, part by part where V is large: argmax reads a whole row with one
+    multiprocessor, which takes 27 µs for 128,256 numbers (H200)."""
+    vocabulary = scores.shape[-1]
+    parts = next((parts for parts in (128, 64, 32) if vocabulary % parts == 0), 1)
+    if vocabulary < 16384 or parts == 1:
+        return torch.argmax(scores, dim=-1)
+    best = scores.unflatten(-1, (parts, -1)).max(dim=-1)
+    part = torch.argmax(best.values, dim=-1, keepdim=True)
+    return (best.indices.gather(-1, part) + part * (vocabulary // parts)).squeeze(-1)

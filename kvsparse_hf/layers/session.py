@@ -6,6 +6,7 @@ from torch import Tensor
 from ..errors import UnsupportedOperationError
 from ..hf import compat
 from ..hf.binding import Binding
+from ..ops.custom import advance
 from .store import static_zeros
 
 
@@ -32,7 +33,7 @@ class Clock:
         self.state[1:] = seen - 1 - self.pad
 
     def advance(self, tokens: int) -> None:
-        self.state.add_(tokens)
+        advance(self.state, tokens)
 
     @property
     def seen(self) -> Tensor:

@@ -18,6 +18,22 @@ def on_device_of(x: Tensor):
     return torch.cuda.device(x.device)
 
 
+def advance(counters: Tensor, tokens: int) -> None:
+    """Adds to int32 ``counters`` in place.
+
+    As an op, also where `torch.compile` traces: an addition that it sees becomes part of every kernel that reads the sum, and
+    for each op that takes the counters, of a copy of them.
+    """
+    if torch.compiler.is_compiling():
+        torch.ops.kvsparse.advance(counters, tokens)
+    else:
+        counters.add_(tokens)
+
+
+def launch_advance(counters: Tensor, tokens: int) -> None:
+    counters.add_(tokens)
+
+
 def launch_store_token(
     k: Tensor,
     v: Tensor,
@@ -196,6 +212,7 @@ def _register(name: str, function, mutates: tuple[str, ...] = ()):
     return torch.library.custom_op(f"kvsparse::{name}", function, mutates_args=mutates)
 
 
+_register("advance", launch_advance, ("counters",))
 _register("store_token", launch_store_token, ("k", "v", "pos", "length", "cursor", "summary"))
 _register("gather_rows", launch_gather_rows, ("dst_k", "dst_v"))
 _register("follow_token", launch_follow_token, ("scores", "cursor"))

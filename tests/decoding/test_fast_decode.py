@@ -15,6 +15,7 @@ from transformers import TextIteratorStreamer
 import kvsparse_hf
 from kvsparse_hf import FastDecode, OptionError, fast_decode
 from kvsparse_hf.decoding import compiled
+from kvsparse_hf.decoding.step import first_largest
 
 EOS = [5, 9, 11, 23]
 
@@ -173,3 +174,14 @@ def test_a_compiled_step_follows_the_model(monkeypatch):
     torch._dynamo.reset()
     gc.collect()
     assert gone() is None
+
+
+@pytest.mark.parametrize("vocabulary", [100, 16384, 32064, 50257, 128256])
+def test_first_largest_is_argmax(vocabulary):
+    torch.manual_seed(0)
+    scores = torch.randint(0, 5, (6, vocabulary)).float()  # every value many times
+    scores[1] = float("-inf")
+    scores[2] = torch.randn(vocabulary)
+    scores[3, -1] = scores[4, 0] = 9.0
+    scores[5, vocabulary // 2] = float("nan")
+    assert torch.equal(first_largest(scores), torch.argmax(scores, dim=-1))

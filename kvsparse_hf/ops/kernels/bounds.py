@@ -20,24 +20,27 @@ def forced(scores, page, valid_pages, sink_pages, recent_pages):
 
 
 @triton.jit
-def mean_share(Logits, PartMax, PartSum, row, page, pages, blocks, GROUP: tl.constexpr, BLOCKS: tl.constexpr):
-    """Softmax over all pages per query head, then the mean over the GROUP heads of a row: [N], for page [N].
-
-    All that is read is asked for at once, and the heads share their reductions: what a program does here is wait.
-    """
-    HEADS: tl.constexpr = triton.next_power_of_2(GROUP)
-    g = tl.arange(0, HEADS)[:, None]
-    head = row * GROUP + g
+def share_offsets(PartMax, PartSum, row, blocks, GROUP: tl.constexpr, BLOCKS: tl.constexpr):
+    """What to subtract from a logit of each of the row's GROUP query heads, so that exp2 gives its softmax over all pages,
+    divided by GROUP: [GROUP rounded up]."""
+    g = tl.arange(0, triton.next_power_of_2(GROUP))[:, None]
     part = tl.arange(0, BLOCKS)[None, :]
-    is_part = (g < GROUP) & (part < blocks)
-    logits = tl.load(Logits + head * pages + page[None, :], mask=(g < GROUP) & (page < pages)[None, :], other=float("-inf"))
-    peaks = tl.load(PartMax + head * blocks + part, mask=is_part, other=float("-inf"))
-    masses = tl.load(PartSum + head * blocks + part, mask=is_part, other=0.0)
+    at = (row * GROUP + g) * blocks + part
+    ok = (g < GROUP) & (part < blocks)
+    peaks = tl.load(PartMax + at, mask=ok, other=float("-inf"))
+    masses = tl.load(PartSum + at, mask=ok, other=0.0)
     peak = finite_or_zero(tl.max(peaks, 1))
     mass = tl.sum(masses * tl.exp2(peaks - peak[:, None]), 1)
-    # a logit from which the share follows by exp2 alone, its heads' mean included
-    offset = peak + tl.log2(tl.where(mass > 0, mass, 1.0) * GROUP)
-    return tl.sum(tl.exp2(logits - offset[:, None]), 0)
+    return peak + tl.log2(tl.where(mass > 0, mass, 1.0) * GROUP)
+
+
+@triton.jit
+def mean_share(Logits, offsets, row, page, pages, GROUP: tl.constexpr):
+    """The mean over the row's query heads of their softmax over all pages: [R, N], for page [R, N]."""
+    g = tl.arange(0, triton.next_power_of_2(GROUP))[:, None, None]
+    at = (row * GROUP + g) * pages + page[None, :, :]
+    logits = tl.load(Logits + at, mask=(g < GROUP) & (page < pages)[None, :, :], other=float("-inf"))
+    return tl.sum(tl.exp2(logits - offsets[:, None, None]), 0)
 
 
 @triton.jit
@@ -48,9 +51,10 @@ def _page_softmax_kernel(
     """One (block of pages, row): the scores themselves, for those who want more of them than the best."""
     join_previous(DEPENDENT, True)
     row = tl.program_id(1).to(tl.int64)
-    page = tl.program_id(0) * BLOCK_P + tl.arange(0, BLOCK_P)
+    page = tl.program_id(0) * BLOCK_P + tl.arange(0, BLOCK_P)[None, :]
     valid_pages = tl.cdiv(tl.load(Length + row).to(tl.int32), page_size)
-    scores = mean_share(Logits, PartMax, PartSum, row, page, pages, blocks, GROUP, BLOCKS)
+    offsets = share_offsets(PartMax, PartSum, row, blocks, GROUP, BLOCKS)
+    scores = mean_share(Logits, offsets, row, page, pages, GROUP)
     tl.store(Out + row * pages + page, forced(scores, page, valid_pages, sink_pages, recent_pages), mask=page < pages)
 
 

@@ -32,6 +32,8 @@ def _decode_tile(dim: int, itemsize: int, tokens: int, crowd: float, paged: bool
     if itemsize == 4:
         return Tile(keys=32 if dim <= 128 else 16, warps=4, stages=2)
     if paged:
+        if 64 < dim <= 128:
+            return Tile(keys=64, warps=2, stages=3)
         return Tile(keys=64 if tokens <= 64 or dim > 128 else 128, warps=4, stages=2)
     if dim > 128:
         return Tile(keys=32, warps=4, stages=3)
@@ -178,14 +180,29 @@ class PagesPlan:
 
 @cache
 def plan_pages(pages: int, units: int, itemsize: int, multiprocessors: int) -> PagesPlan:
-    """Small blocks while there are too few of them to fill the chip; ``units`` is batch rows times KV heads."""
-    eager = pages * units <= 128 * multiprocessors
-    return PagesPlan(pages=32, warps=4 if itemsize == 4 else 2, softmax_pages=256 if pages > 4096 else 128, eager=eager)
+    """The smallest blocks there can be, since many light programs read fastest; ``units`` is batch rows times KV heads."""
+    eager = pages * units <= 512 * multiprocessors
+    return PagesPlan(pages=16, warps=2 if itemsize == 4 else 1, softmax_pages=256 if pages > 4096 else 128, eager=eager)
 
 
-def topk_warps(block: int) -> int:
-    """Warps for a row of ``block`` scores in registers."""
-    return 4 if block <= 1024 else 8
+@dataclass(frozen=True)
+class TopkTiles:
+    """Scores of a program, in registers: so many of each lane in a first and a second tile, powers of two (the second may have
+    none), and its warps."""
+
+    main: int
+    tail: int
+    warps: int
+
+
+@cache
+def topk_tiles(scores: int) -> TopkTiles:
+    """Two tiles that hold ``scores``: for 2,080, 16 and 1 of each of 128 lanes, where one tile would have to be of 32."""
+    warps = 4 if scores <= 3072 else 8
+    each = -(-scores // (32 * warps))
+    main = 1 << (each.bit_length() - 1)
+    tail = 1 << (each - main - 1).bit_length() if each > main else 0
+    return TopkTiles(2 * main, 0, warps) if tail == main else TopkTiles(main, tail, warps)
 
 
 @cache
