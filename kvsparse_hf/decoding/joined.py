@@ -1,4 +1,5 @@
-"""Projections of one input (q/k/v, gate/up) as one product, without a second copy of their weights.
+"""Products of a step: projections of one input (q/k/v, gate/up) as one, without a second copy of their weights, and products of
+a few rows by a kernel of ours.
 
 The weights of a group are laid one behind the other in memory, and each parameter becomes its part of that. A graph in which
 they multiply the same input then reads all of them at once: one launch instead of two or three, and one that is large enough to
@@ -13,6 +14,9 @@ from dataclasses import dataclass
 import torch
 import torch._inductor
 from torch import Tensor, fx, nn
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+
+from ..ops.reference import MOST_ROWS
 
 GROUPS = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
 
@@ -99,20 +103,28 @@ def _join_products(graph: fx.Graph) -> list[_Whole]:
     by_input: dict[fx.Node, list[fx.Node]] = defaultdict(list)
     for node in graph.nodes:
         if node.op == "call_function" and node.target is torch._C._nn.linear and len(node.args) == 3 and not node.kwargs:
-            if node.args[1].op == "placeholder":
+            if node.args[1].op == "placeholder" and not any(map(is_traceable_wrapper_subclass, map(_value, node.args[:2]))):
                 by_input[node.args[0]].append(node)
     places = {node: at for at, node in enumerate(graph.find_nodes(op="placeholder"))}
     wholes: list[_Whole] = []
-    for found in by_input.values():
+    for source, found in by_input.items():
         products = sorted(found, key=lambda node: _value(node.args[1]).storage_offset())
         if len(products) > 1 and _together(products):
             wholes += _join(graph, products, found[0], places)
+        elif _few_rows(_value(source)):
+            for node in found:
+                node.target = torch.ops.kvsparse.few_rows_linear.default
     graph.lint()
     return wholes
 
 
 def _value(node: fx.Node) -> Tensor:
     return node.meta["example_value"]
+
+
+def _few_rows(x: Tensor) -> bool:
+    """Whether our own kernel multiplies: on a GPU, for more rows than Inductor does as a reduction, and no more than it takes."""
+    return x.is_cuda and x.element_size() == 2 and 1 < x.shape[:-1].numel() <= MOST_ROWS
 
 
 def _together(products: list[fx.Node]) -> bool:
@@ -126,14 +138,16 @@ def _together(products: list[fx.Node]) -> bool:
 
 
 def _join(graph: fx.Graph, products: list[fx.Node], before: fx.Node, places: dict[fx.Node, int]) -> list[_Whole]:
+    source = products[0].args[0]
     widths = [len(_value(node.args[1])) for node in products]
     firsts = [node for node in products[0].args[1:] if node is not None]
     wholes = [_Whole(places[node], (sum(widths), *_value(node).shape[1:])) for node in firsts]
+    linear = torch.ops.kvsparse.few_rows_linear.default if _few_rows(_value(source)) else torch._C._nn.linear
     with graph.inserting_after(graph.find_nodes(op="placeholder")[-1]):
         # inserted behind the same node, the last comes first
         joined = [graph.placeholder(f"joined_{node.name}") for node in reversed(firsts)][::-1]
     with graph.inserting_before(before):
-        product = graph.call_function(torch._C._nn.linear, (products[0].args[0], *joined, *[None] * (2 - len(joined))))
+        product = graph.call_function(linear, (source, *joined, *[None] * (2 - len(joined))))
         parts = graph.call_function(torch.split, (product, widths, -1))
         for at, node in enumerate(products):
             node.replace_all_uses_with(graph.call_function(operator.getitem, (parts, at)))

@@ -19,6 +19,7 @@ from .dispatch import (
 )
 from .errors import BackendError
 from .hot import hot_append, hot_fetch, hot_plan
+from .linear import few_rows_linear
 from .reference import dequantize, quantize
 from .selection import choose_pages, choose_tokens, page_scores, token_scores, topk_pages
 
@@ -31,6 +32,7 @@ __all__ = [
     "decode_attention",
     "decode_attention_quantized",
     "dequantize",
+    "few_rows_linear",
     "follow_token",
     "gather_rows",
     "hot_append",

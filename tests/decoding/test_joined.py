@@ -74,3 +74,23 @@ def test_what_cannot_be_joined_is_left_alone():
     layer.mlp.up_proj.double()
     assert joined.join_weights(model) == 0
     assert not joined.side_by_side([layer.mlp.gate_proj.weight, layer.mlp.up_proj.weight])
+
+
+def test_few_rows_are_multiplied_by_our_kernel(monkeypatch):
+    """On a GPU; here, the graph that Inductor would be given."""
+    seen = []
+    monkeypatch.setattr(joined, "_few_rows", lambda x: 1 < x.shape[:-1].numel() <= 16)
+    monkeypatch.setattr(torch._inductor, "compile", lambda module, inputs, options: seen.append(module) or module)
+    monkeypatch.setattr(torch.ops.kvsparse, "few_rows_linear", _Stand, raising=False)
+    model = build(Qwen2Config)
+    before = run(model)
+    assert torch.equal(run(model, custom_generate=FastDecode(compile="joined")), before)
+    targets = [node.target for node in seen[-1].graph.nodes if node.op == "call_function"]
+    assert torch._C._nn.linear not in targets
+    assert targets.count(_Stand.default) == 5  # q/k/v, o, gate/up, down, and the head
+
+
+class _Stand:
+    """In the place of the registered op, which needs a GPU."""
+
+    default = staticmethod(lambda x, weight, bias=None: torch.nn.functional.linear(x, weight, bias))

@@ -216,3 +216,23 @@ def topk_chunk(pages: int, k: int) -> int:
         if pages > min(4 * chunk, TOPK_MOST) and -(-pages // chunk) * k <= pages // 2:
             return chunk
     return 0
+
+
+@dataclass(frozen=True)
+class LinearPlan:
+    """Rows, output features and inner length of a tile; warps; stages of the pipeline."""
+
+    rows: int
+    features: int
+    inner: int
+    warps: int
+    stages: int
+
+
+@cache
+def plan_linear(rows: int, features: int, inner: int, itemsize: int) -> LinearPlan:
+    """Narrow tiles, so that few features already fill the chip, and a deep pipeline, so that enough is in flight."""
+    block = 8 if rows <= 8 else 16
+    if itemsize == 4:
+        return LinearPlan(16, 32, 32, warps=4, stages=3)
+    return LinearPlan(block, 32, 256, warps=4, stages=4)

@@ -8,6 +8,7 @@ both cost nothing and save looking at what is not filled.
 from .attention import chunk_attention, decode_attention
 from .follow import follow_token
 from .hot import hot_append, hot_fetch, hot_plan
+from .linear import MOST_ROWS, check_rows, few_rows_linear
 from .pages import choose_pages, choose_tokens, page_scores, token_scores, topk_pages
 from .quantized import decode_attention_quantized, dequantize, quantize
 from .record import AVERAGE, HISTORY_BITS, record_token
@@ -18,6 +19,8 @@ from .tiers import merge_attention
 __all__ = [
     "AVERAGE",
     "HISTORY_BITS",
+    "MOST_ROWS",
+    "check_rows",
     "choose_pages",
     "choose_tokens",
     "chunk_attention",
@@ -25,6 +28,7 @@ __all__ = [
     "decode_attention",
     "decode_attention_quantized",
     "dequantize",
+    "few_rows_linear",
     "follow_token",
     "gather_rows",
     "hot_append",
