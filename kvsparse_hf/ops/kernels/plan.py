@@ -235,4 +235,4 @@ def plan_linear(rows: int, features: int, inner: int, itemsize: int) -> LinearPl
     block = 8 if rows <= 8 else 16
     if itemsize == 4:
         return LinearPlan(16, 32, 32, warps=4, stages=3)
-    return LinearPlan(block, 32, 256, warps=4, stages=4)
+    return LinearPlan(block, 32, 256, warps=2, stages=4)
