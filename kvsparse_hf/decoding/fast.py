@@ -33,9 +33,10 @@ class FastDecode:
         compile: what is captured on a GPU. "none" records the model's own kernels: seconds of warm-up, good for short
             runs and small models. "default" compiles the forward with Inductor first (tens of seconds once per model),
             which fuses the small kernels between the matrix products. "max-autotune" also tunes the matrix products
-            (minutes once). "freeze" also runs Inductor's passes for inference graphs: the shortest steps that were measured.
-            "joined" also multiplies with q/k/v at once, and with gate/up: their weights are moved next to each other, in
-            place and without a copy that stays.
+            (minutes once). "freeze" also runs Inductor's passes for inference graphs, and has kernels launched while the
+            one before ends. "joined" also multiplies with q/k/v at once, and with gate/up (their weights are moved next to
+            each other, in place and without a copy that stays), and 2 to 16 rows with our own kernel: the shortest steps
+            that were measured.
         lag: steps the host may run ahead of the stop check where the cache can take tokens back; the surplus is cropped.
     """
 
