@@ -68,10 +68,12 @@ GRID = [
     Case.parse(text)
     for text in (
         "snapkv/fast_decode:1:32768",
-        "snapkv/fast_decode-freeze:1:32768",
-        "snapkv/fast_decode-freeze:1:131072",
-        "full/fast_decode-freeze:1:131072",
-        "snapkv/fast_decode-freeze:8:32768",
+        "snapkv/fast_decode-joined:1:32768",
+        "snapkv/fast_decode-joined:1:131072",
+        "full/fast_decode-joined:1:131072",
+        "snapkv/fast_decode-joined:8:32768",
+        "quest/fast_decode-joined:1:131072",
+        "quest/fast_decode-joined:8:32768",
         "snapkv/generate:1:32768",
         "transformers-dynamic/eager:1:32768",
         "transformers-dynamic/eager:1:131072",

@@ -245,3 +245,19 @@ def store_cases() -> Iterator[Case]:
         yield Case("store_token/summary", {"batch": batch}, 0, batch * HEADS * BUDGET * DIM * 4,
                    functools.partial(_store_inputs, batch),
                    {"triton": lambda inputs: ops.store_token(*inputs, backend="triton")}, _check_store)
+
+
+def linear_cases() -> Iterator[Case]:
+    """The products of a decoder layer: q/k/v at once, o, gate/up at once, down."""
+    for features, inner in ((6144, 4096), (4096, 4096), (28672, 4096), (4096, 14336)):
+        for rows in (2, 8, 16):
+            size = features * inner * 2
+            yield Case("few_rows_linear/-", {"batch": rows, "features": features, "inner": inner}, size, size,
+                       functools.partial(_linear_inputs, rows, features, inner),
+                       {"triton": lambda inputs: ops.few_rows_linear(*inputs, backend="triton"),
+                        "torch": lambda inputs: torch.nn.functional.linear(*inputs)},
+                       lambda inputs, got: relative_error(got, ops.few_rows_linear(*inputs, backend="torch")))
+
+
+def _linear_inputs(rows: int, features: int, inner: int) -> tuple:
+    return random(rows, inner), random(features, inner)

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator
 import torch
 
 from .. import ops
-from .kernel_cases import Case, decode_cases, prompt_cases, store_cases
+from .kernel_cases import Case, decode_cases, linear_cases, prompt_cases, store_cases
 from .selection_cases import selection_cases
 from .timing import Results, cold_copies, time_graph
 
@@ -95,7 +95,7 @@ def run(output: str | pathlib.Path = "examples/results", quick: bool = False, on
     """
     if not torch.cuda.is_available():
         raise ops.BackendError("the kernel benchmark needs a CUDA device")
-    every = (*decode_cases(), *selection_cases(), *prompt_cases(), *store_cases())
+    every = (*decode_cases(), *selection_cases(), *prompt_cases(), *store_cases(), *linear_cases())
     cases = [case for case in every if only in case.name]
     if quick:
         cases = list({case.name: case for case in reversed(cases)}.values())[::-1]
