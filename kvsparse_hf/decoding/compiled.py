@@ -7,16 +7,12 @@ import weakref
 from collections.abc import Callable
 
 import torch
-import torch._inductor
 from transformers import PreTrainedModel
 
 _TUNED = {"max_autotune": True, "coordinate_descent_tuning": True}
 # "freezing" here reaches Inductor alone: its passes for inference run, and weights stay arguments. Were Dynamo told, too, they
 # would become constants, stored transposed: products of one row with those take twice the time (H200, torch 2.11).
 _FROZEN = {**_TUNED, "freezing": True}
-# On a GPU, launches: kernels of one step that depend on nothing of each other (rotations of queries and keys) become one, and
-# each is placed while its predecessor still runs, as ours are.
-_LAUNCHES = {"combo_kernels": True, "triton.enable_pdl": True}
 OPTIONS = {"default": {}, "max-autotune": _TUNED, "freeze": _FROZEN, "joined": _FROZEN}
 
 # So that a second generate() compiles nothing.
@@ -41,15 +37,12 @@ def _forward(model: PreTrainedModel, **inputs):
 
 
 def _compile(model: PreTrainedModel, mode: str) -> Callable:
-    options = dict(OPTIONS[mode])
-    if mode in ("freeze", "joined") and model.device.type == "cuda":
-        known = torch._inductor.list_options()  # an older torch has not all of them
-        options |= {name: value for name, value in _LAUNCHES.items() if name in known}
-    how: dict = {"options": options}
-    if mode == "joined":
-        from .joined import compile_joined
+    how: dict = {"options": OPTIONS[mode]}
+    if mode in ("freeze", "joined"):
+        from . import joined, launches
 
-        how = {"backend": functools.partial(compile_joined, options=options)}
+        options = {**OPTIONS[mode], **(launches.available() if model.device.type == "cuda" else {})}
+        how = {"backend": functools.partial(joined.compile_products, options=options, join=mode == "joined")}
     # Dynamo counts recompilations by code: each model and mode has its own.
     code = _forward.__code__.replace(co_name=f"forward_{next(_numbers)}")
     compiled = torch.compile(types.FunctionType(code, globals()), **how)

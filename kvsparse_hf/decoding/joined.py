@@ -12,11 +12,11 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
-import torch._inductor
 from torch import Tensor, fx, nn
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from ..ops.reference import MOST_ROWS
+from .launches import compile_ordered
 
 GROUPS = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
 
@@ -83,18 +83,22 @@ class _Whole:
         return inputs[self.first].as_strided(self.shape, (*self.shape[1:], 1), 0)
 
 
-def compile_joined(module: fx.GraphModule, inputs: Sequence[Tensor], options: dict) -> Callable:
-    """A backend of `torch.compile`: Inductor, for a graph whose linear layers of one input are one where their weights lie side
-    by side.
+def compile_products(module: fx.GraphModule, inputs: Sequence[Tensor], options: dict, join: bool) -> Callable:
+    """A backend of `torch.compile`: Inductor. With ``join``, for a graph whose linear layers of one input are one where their
+    weights lie side by side.
 
     The joined weights become further inputs of the graph, views that each call takes of the first weight of their group: a view
     taken inside, which is larger than the input it is taken of, is more than Inductor's tuning expects.
     """
-    graph = fx.Graph()  # Dynamo still reads its own
-    graph.output(graph.graph_copy(module.graph, {}))
-    wholes = _join_products(graph)
-    examples = [*inputs, *(whole.of(inputs) for whole in wholes)]
-    compiled = torch._inductor.compile(fx.GraphModule(module, graph), examples, options=options)
+    wholes: list[_Whole] = []
+
+    def build() -> tuple[fx.GraphModule, list[Tensor]]:
+        graph = fx.Graph()  # Dynamo still reads its own
+        graph.output(graph.graph_copy(module.graph, {}))
+        wholes[:] = _join_products(graph) if join else []
+        return fx.GraphModule(module, graph), [*inputs, *(whole.of(inputs) for whole in wholes)]
+
+    compiled = compile_ordered(build, options)
     return lambda *inputs: compiled(*inputs, *(whole.of(inputs) for whole in wholes))
 
 

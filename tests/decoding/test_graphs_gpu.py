@@ -8,6 +8,7 @@ from tiny_models import FAMILIES
 
 import kvsparse_hf
 from kvsparse_hf import FastDecode
+from kvsparse_hf.decoding import launches
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")]
 
@@ -76,6 +77,10 @@ def test_fast_decode_on_the_gpu(model, case, compile_mode):
         assert torch.equal(*runs)  # the same kernels, replayed
     else:
         assert (runs[0][:, :320] == runs[1][:, :320]).float().mean() > 0.9
+    if launches.EARLY in launches.available() and torch.cuda.get_device_capability()[0] >= 9:
+        sources = [path.read_text() for path in launches.written()]
+        assert any(launches.PLACED_EARLY in source for source in sources)
+        assert all(map(launches.every_kernel_waits, sources))
 
 
 def test_fast_decode_samples_like_generate(model):

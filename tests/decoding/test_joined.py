@@ -9,7 +9,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig, Qwen2Config
 
 import kvsparse_hf
 from kvsparse_hf import FastDecode
-from kvsparse_hf.decoding import compiled, joined
+from kvsparse_hf.decoding import compiled, joined, launches
 
 SHAPE = dict(
     vocab_size=97, hidden_size=64, intermediate_size=96, num_hidden_layers=1, num_attention_heads=4, num_key_value_heads=2,
@@ -94,3 +94,54 @@ class _Stand:
     """In the place of the registered op, which needs a GPU."""
 
     default = staticmethod(lambda x, weight, bias=None: torch.nn.functional.linear(x, weight, bias))
+
+
+KERNEL = """async_compile.triton('{name}', '''
+@triton_heuristics.pointwise(triton_meta={{'launch_pdl': {early}}})
+def {name}(in_ptr0, out_ptr0):
+    {body}
+''', device_str='cuda')
+"""
+WAIT = "tl.extra.cuda.gdc_wait()"
+
+
+def kernel(body: str, early: bool = True) -> str:
+    return KERNEL.format(name="some_kernel", early=early, body=body)
+
+
+def several(*bodies: str) -> str:
+    branches = "".join(f"{'elif' if at else 'if'} pid < num_xblocks_{at}:\n        {body}\n    " for at, body in enumerate(bodies))
+    return kernel("pid = tl.program_id(0)\n    " + branches + "else:\n        pass")
+
+
+@pytest.mark.parametrize("source, waits", [
+    ("def call(args): pass", True),
+    (kernel(WAIT), True),
+    (kernel("tl.store(out_ptr0, 0.0)"), False),
+    (kernel("tl.store(out_ptr0, 0.0)", early=False), True),
+    (kernel(WAIT) + kernel("tl.store(out_ptr0, 0.0)"), False),
+    (several(WAIT, WAIT), True),
+    (several(WAIT, "tl.store(out_ptr0, 0.0)"), False),
+])  # fmt: skip
+def test_a_graph_with_a_kernel_that_does_not_wait_is_compiled_again(source, waits, tmp_path, monkeypatch):
+    module, runs = tmp_path / "module.py", []
+
+    def inductor(graph, inputs, options):
+        runs.append(options)
+        module.write_text(source)
+
+    monkeypatch.setattr(torch._inductor, "compile", inductor)
+    monkeypatch.setattr(launches, "written", lambda: {module} if module.exists() else set())
+    for repeat in (1, 2):  # the second time no module is new
+        launches.compile_ordered(lambda: (None, []), {launches.EARLY: True, "freezing": True})
+        assert len(runs) == repeat * (1 if waits else 2)
+        assert [run[launches.EARLY] for run in runs[-2:]] == ([True] * len(runs[-2:]) if waits else [True, False])
+        assert all(run["freezing"] for run in runs)
+    launches.compile_ordered(lambda: (None, []), {})
+    assert runs[-1] == {}
+
+
+def test_options_are_those_of_this_torch(monkeypatch):
+    assert set(launches.available()) <= set(torch._inductor.list_options())
+    monkeypatch.setattr(torch._inductor, "list_options", lambda: ["combo_kernels"])
+    assert launches.available() == {"combo_kernels": True}
