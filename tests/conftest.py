@@ -1,5 +1,6 @@
 """Every test starts from the same seed, on one thread and without gradients."""
 
+import gc
 import sys
 from pathlib import Path
 
@@ -25,6 +26,15 @@ def pytest_collection_modifyitems(config, items):
     left_out = [getattr(case, "id", None) in others for case in cases]
     config.hook.pytest_deselected(items=[item for item, out in zip(items, left_out, strict=True) if out])
     items[:] = [item for item, out in zip(items, left_out, strict=True) if not out]
+
+
+def pytest_collection_finish():
+    """What is there before the first test stays: garbage collections, which many tests ask for, need not look at it."""
+    import torch._dynamo
+    import torch._inductor.compile_fx  # noqa: F401, as large as all else that is imported later
+
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture(autouse=True)

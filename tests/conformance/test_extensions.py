@@ -3,7 +3,7 @@
 import pytest
 import torch
 from helpers import decode, generate, left_pad, prefill, tokens
-from methods import AMPLE, CORE, by_all, quick_where
+from methods import AMPLE, by_all, quick_where
 from tiny_models import build
 
 import kvsparse_hf
@@ -72,7 +72,7 @@ def _four_bits(library: str):
 
 
 @pytest.mark.feature("weights in 4 bits (quanto, torchao, bitsandbytes)")
-@pytest.mark.parametrize("case, library", quick_where(lambda case, library: case in CORE, WEIGHTS))
+@pytest.mark.parametrize("case, library", quick_where(lambda case, library: False, WEIGHTS))  # quanto first compiles for a minute
 def test_weights_in_four_bits(case, library):
     model = _four_bits(library)
     assert not torch.equal(_check(model, case), generate(build(), _prompts()[0], None, NEW, attention_mask=_prompts()[1]))
