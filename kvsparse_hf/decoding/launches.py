@@ -30,18 +30,19 @@ def available() -> dict[str, bool]:
 def compile_ordered(build: Callable[[], tuple[torch.fx.GraphModule, list]], options: dict) -> Callable:
     """Inductor on the graph, and the example inputs, that `build` makes afresh; without early launches where not every kernel
     waits."""
+    if not options.get(EARLY):
+        return torch._inductor.compile(*build(), options=options)
     before = written()
     compiled = torch._inductor.compile(*build(), options=options)
     new = written() - before or written()  # none is new where the same graph was compiled before
-    if options.get(EARLY) and not all(every_kernel_waits(path.read_text()) for path in new):
-        compiled = torch._inductor.compile(*build(), options={**options, EARLY: False})
-    return compiled
+    if all(path.exists() and every_kernel_waits(path.read_text()) for path in new):
+        return compiled
+    return torch._inductor.compile(*build(), options={**options, EARLY: False})
 
 
 def written() -> set[Path]:
     """The modules that Inductor has written, or read from its cache, and loaded in this process."""
-    modules = [*PyCodeCache.modules, *PyCodeCache.modules_no_attr.values()]
-    return {Path(module.__file__) for module in modules if getattr(module, "__file__", None)}
+    return {Path(module.__file__) for module in PyCodeCache.modules if getattr(module, "__file__", None)}
 
 
 def every_kernel_waits(source: str) -> bool:

@@ -104,7 +104,8 @@ def test_second_turn_under_compile(case):
     assert torch.equal(generate(model, whole, eager, 10), second)
 
 
-@pytest.mark.parametrize("case", only([ALL["full"], ALL["snapkv"], ALL["streaming"]], quick_where(lambda case: case is ALL["snapkv"])))
+@pytest.mark.slow
+@by_core
 def test_chunked_prefill_under_compile(case):
     model = build()
     expected = generate(model, tokens(40), case.make(model), 12, prefill_chunk_size=16)
@@ -113,7 +114,7 @@ def test_chunked_prefill_under_compile(case):
     assert torch.equal(got, expected)
 
 
-@by_core
+@pytest.mark.parametrize("case", only([ALL["full"], ALL["snapkv"], ALL["streaming"]], quick_where(lambda case: case is ALL["snapkv"])))
 def test_the_model_compiled_by_its_user(case):
     """`model.forward = torch.compile(model.forward)`: prompt and steps, breaks allowed, the same tokens."""
     model = build(num_hidden_layers=1)

@@ -80,6 +80,7 @@ def test_only_the_number_of_ranks_tells_the_runs_apart(found):
     assert not {path.name for path in one.glob("runs/*")} & {path.name for path in two.glob("runs/*")}
 
 
+@pytest.mark.slow  # so that only one of two test processes starts ranks
 def test_one_rank_prints_and_writes(found):
     _, two, printed = found
     assert printed.count("divided among 2 ranks") == printed.count("answers:") == 1

@@ -136,7 +136,9 @@ def _lists(pair: Pair, width: int, generator: torch.Generator) -> list[list[list
     return out
 
 
-@pytest.mark.parametrize("size, slots, width, pinned", [(4, 9, 6, 1), (1, 13, 8, 0), (2, 8, 5, 2), (4, 12, 7, 0)])
+@pytest.mark.parametrize("size, slots, width, pinned", [
+    (4, 9, 6, 1), (1, 13, 8, 0), *[pytest.param(*sizes, marks=pytest.mark.slow) for sizes in ((2, 8, 5, 2), (4, 12, 7, 0))],
+])  # fmt: skip
 def test_a_long_walk(target, size, slots, width, pinned):
     """Pages come and go, also those that were filled while walking (row 9: what is listed is never stale)."""
     pair = Pair(2, 2, 24, slots, size, 8, pinned, target.device)

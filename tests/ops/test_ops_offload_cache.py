@@ -29,7 +29,7 @@ def _started(model, backend, device="cpu", rows=(40, 9), **options):
 
 
 @pytest.mark.usefixtures("interpreter_only")
-@pytest.mark.parametrize("name", OPTIONS)
+@pytest.mark.parametrize("name", ["prefetch", "ivf", *[pytest.param(name, marks=pytest.mark.slow) for name in ("quest", "loki")]])
 def test_the_kernels_give_the_same_cache(name):
     model = build(num_hidden_layers=1)
     caches = [_started(model, backend, **OPTIONS[name]) for backend in ("torch", "triton")]

@@ -33,9 +33,9 @@ def _tiered(**options):
 @pytest.mark.parametrize(
     "family, make",
     [
-        pytest.param("llama-gqa2", _tiered(**ALL_TIERS, bits=8), id="int8"),
+        pytest.param("llama-gqa2", _tiered(**ALL_TIERS, bits=8), id="int8", marks=pytest.mark.slow),
         pytest.param("gpt-oss", _tiered(**ALL_TIERS, bits=4), id="int4-sinks"),
-        pytest.param("llama-gqa2", _tiered(**ALL_TIERS, bits="fp8", scorer="last"), id="fp8-last"),
+        pytest.param("llama-gqa2", _tiered(**ALL_TIERS, bits="fp8", scorer="last"), id="fp8-last", marks=pytest.mark.slow),
         pytest.param("gpt-oss", lambda model, backend: H2OCache(model, budget=12, action="offload", interval=5, backend=backend),
                      id="h2o-offload-sinks"),
     ],
