@@ -213,7 +213,7 @@ _SELECTIONS = {
 
 
 @pytest.mark.feature("rows reordered, selected, repeated")
-@pytest.mark.parametrize("budget", [BUDGET, AMPLE, 0.5], ids=str)
+@pytest.mark.parametrize("budget", [BUDGET, pytest.param(AMPLE, marks=pytest.mark.slow), 0.5], ids=str)
 @pytest.mark.parametrize("case, family, selection", _everywhere(_SELECTIONS, ("reorder", "select-short")))
 def test_rows_move_with_all_their_state(case, family, selection, budget):
     model = build(family)

@@ -25,6 +25,7 @@ def prompts():
     return left_pad([tokens(60), tokens(45, seed=2), tokens(9, seed=3)])
 
 
+@pytest.mark.slow  # conformance compiles every method, with other budgets
 @by_case
 def test_compiled_equals_eager_without_recompiling(model, name):
     ids, mask = prompts()

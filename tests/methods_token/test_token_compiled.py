@@ -49,6 +49,7 @@ def run(model, cache, ids, mask, new, **kwargs):
     )
 
 
+@pytest.mark.slow  # conformance compiles every method, with other budgets
 @pytest.mark.parametrize(
     "case", ["h2o-count", "tova", "scissorhands", "pyramidkv-bounded", "keydiff-bounded", "expected", "rkv", "snapkv-periodic"]
 )
