@@ -50,7 +50,7 @@ def few_rows_linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     x, weight, bias = contiguous(x, weight, bias)
     rows = x.numel() // inner
     out = torch.empty(*x.shape[:-1], features, dtype=x.dtype, device=x.device)
-    plan = plan_linear(rows, features, inner, weight.element_size())
+    plan = plan_linear(rows, weight.element_size())
     even = features % plan.features == 0 and inner % plan.inner == 0
     _few_rows_linear_kernel[(triton.cdiv(features, plan.features),)](
         x, weight, bias, out, rows, features, inner,

@@ -230,7 +230,7 @@ class LinearPlan:
 
 
 @cache
-def plan_linear(rows: int, features: int, inner: int, itemsize: int) -> LinearPlan:
+def plan_linear(rows: int, itemsize: int) -> LinearPlan:
     """Narrow tiles, so that few features already fill the chip, and a deep pipeline, so that enough is in flight."""
     block = 8 if rows <= 8 else 16
     if itemsize == 4:
