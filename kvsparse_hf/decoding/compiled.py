@@ -9,7 +9,8 @@ from collections.abc import Callable
 import torch
 from transformers import PreTrainedModel
 
-_TUNED = {"max_autotune": True, "coordinate_descent_tuning": True}
+TUNING = ("max_autotune", "coordinate_descent_tuning")
+_TUNED = dict.fromkeys(TUNING, True)
 # "freezing" here reaches Inductor alone: its passes for inference run, and weights stay arguments. Were Dynamo told, too, they
 # would become constants, stored transposed: products of one row with those take twice the time (H200, torch 2.11).
 _FROZEN = {**_TUNED, "freezing": True}

@@ -78,9 +78,10 @@ def test_what_cannot_be_joined_is_left_alone():
 
 def test_few_rows_are_multiplied_by_our_kernel(monkeypatch):
     """On a GPU; here, the graph that Inductor would be given."""
-    seen = []
+    seen, given = [], []
     monkeypatch.setattr(joined, "_few_rows", lambda x: 1 < x.shape[:-1].numel() <= 16)
-    monkeypatch.setattr(torch._inductor, "compile", lambda module, inputs, options: seen.append(module) or module)
+    monkeypatch.setattr(torch._inductor, "compile",
+                        lambda module, inputs, options: seen.append(module) or given.append(options) or module)
     monkeypatch.setattr(torch.ops.kvsparse, "few_rows_linear", _Stand, raising=False)
     model = build(Qwen2Config)
     before = run(model)
@@ -88,6 +89,14 @@ def test_few_rows_are_multiplied_by_our_kernel(monkeypatch):
     targets = [node.target for node in seen[-1].graph.nodes if node.op == "call_function"]
     assert torch._C._nn.linear not in targets
     assert targets.count(_Stand.default) == 5  # q/k/v, o, gate/up, down, and the head
+    assert given[-1] == {"freezing": True}  # nothing is left to tune
+
+
+def test_products_that_are_left_to_inductor_are_tuned(monkeypatch):
+    given = []
+    monkeypatch.setattr(torch._inductor, "compile", lambda module, inputs, options: given.append(options) or module)
+    run(build(LlamaConfig), custom_generate=FastDecode(compile="joined"))
+    assert given[-1] == compiled.OPTIONS["joined"] == {**dict.fromkeys(compiled.TUNING, True), "freezing": True}
 
 
 class _Stand:
