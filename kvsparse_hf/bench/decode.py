@@ -226,30 +226,28 @@ def add_rows(results: Results, case: Case, figures: dict, facts: dict) -> None:
 
 
 def _label(row: dict) -> str:
-    shape = row["shape"]
-    uneven = ", unequal heads" if "spread" in shape else ""
-    return f"{row['case']}  B={shape['batch']}, {shape['context'] // 1024}K{uneven}"
+    return row["case"] + (", unequal heads" if "spread" in row["shape"] else "")
 
 
 def plot(rows: list[dict], path: Path) -> None:
-    """Bars of milliseconds per token, one per row. Needs matplotlib (extra `eval`)."""
-    import matplotlib
+    """Bars of milliseconds per token of one model: a panel for each batch and context, a bar for each row. Needs matplotlib (extra `eval`)."""
+    from matplotlib.figure import Figure
 
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
-    bars = sorted(rows, key=lambda row: (row["shape"]["batch"], row["shape"]["context"], -row["value"]))
-    labels = [_label(row) for row in bars]
-    figure, axes = pyplot.subplots(figsize=(9, 0.4 * len(bars) + 1.2), layout="constrained")
-    ours = ["tab:blue" if not row["case"].startswith("transformers") else "tab:gray" for row in bars]
-    drawn = axes.barh(labels, [row["value"] for row in bars], color=ours)
-    axes.bar_label(drawn, fmt=" %.2f")
-    axes.set(xlabel="ms per token", xscale="log", title=f"{bars[0]['shape']['model']} on {bars[0]['gpu']}")
-    axes.set_xlim(right=1.6 * max(row["value"] for row in bars))  # room for the last label
-    axes.invert_yaxis()
-    axes.margins(y=0.01)
-    figure.savefig(path, dpi=130)
-    pyplot.close(figure)
+    panels: dict[tuple[int, int], list[dict]] = {}
+    for row in sorted(rows, key=lambda row: (row["shape"]["batch"], row["shape"]["context"], -row["value"])):
+        panels.setdefault((row["shape"]["batch"], row["shape"]["context"]), []).append(row)
+    figure = Figure(figsize=(4.8 * len(panels), 0.28 * max(map(len, panels.values())) + 1.4), layout="constrained")
+    longest = max(row["value"] for row in rows)
+    for axes, ((batch, context), bars) in zip(figure.subplots(1, len(panels), squeeze=False)[0], panels.items(), strict=True):
+        colors = ["tab:gray" if row["case"].startswith("transformers") else "tab:blue" for row in bars]
+        drawn = axes.barh([_label(row) for row in bars], [row["value"] for row in bars], color=colors)
+        axes.bar_label(drawn, fmt=" %.2f")
+        axes.set(xlabel="ms per token", xscale="log", title=f"{batch} x {context // 1024}K")
+        axes.set_xlim(1, 5 * longest)  # room for the last label
+        axes.invert_yaxis()
+        axes.margins(y=0.01)
+    figure.suptitle(f"{rows[0]['shape']['model']} on {rows[0]['gpu']}")
+    figure.savefig(path, dpi=110)
 
 
 def run(
