@@ -25,7 +25,8 @@ def run(cases: Sequence[decode.Case], gpus: int, shape: str, output: str | Path,
         case_s: see `decode.run`.
 
     Raises:
-        KVSparseError: fewer GPUs, or the check before the timing failed.
+        KVSparseError: fewer GPUs, the check before the timing failed, or a case did on any rank (others may then wait for it in
+            a collective, so that none goes on); the rows of the cases before it are written.
     """
     if torch.cuda.is_available() and torch.cuda.device_count() < gpus:
         raise KVSparseError(f"{gpus} GPUs are wanted, {torch.cuda.device_count()} are here.")
