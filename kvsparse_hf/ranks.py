@@ -90,3 +90,8 @@ class Ranks:
 
 
 ALONE = Ranks()
+
+
+def several_processes() -> bool:
+    """Whether this process runs with others, whatever they divide."""
+    return dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from transformers import AutoModel, AutoModelForCausalLM, AutoModelForMaskedLM, PretrainedConfig, PreTrainedModel
 
 from ..errors import UnsupportedModelError, UnsupportedOperationError
-from ..ranks import ALONE, Ranks
+from ..ranks import ALONE, Ranks, several_processes
 from . import compat
 from .attention import attach, base_of, check_base, is_attached
 
@@ -31,6 +31,7 @@ class Binding:
     Attributes:
         config: the decoder's config, shared with the model (attention is switched through it).
         model_class: the class of the whole model, where it is known.
+        of_config: made from a config alone, which does not tell whether the model is divided among processes.
         decoder_class: a class from the file that holds the decoder's attention; of a composite model, its text model.
         layers: decoder layers.
         query_heads, kv_heads, head_dim: attention shape of the full-attention layers, as the config states it (0 where it does
@@ -48,6 +49,7 @@ class Binding:
     ranks: Ranks = ALONE
     processes: Ranks = ALONE
     decoder_class: type | None = None
+    of_config: bool = False
 
     def __deepcopy__(self, memo: dict) -> "Binding":
         # A forked cache still belongs to the same model; copying weights or config would break that.
@@ -78,7 +80,7 @@ class Binding:
                 "a number of ranks that divides them."
             )
         shape = (config.num_hidden_layers, query_heads, kv_heads, head_dim)
-        return cls(config, model_class, *shape, ranks, compat.processes_of(model), decoder_class)
+        return cls(config, model_class, *shape, ranks, compat.processes_of(model), decoder_class, of_config=model is whole)
 
     def attach(self) -> None:
         """Switches the model's attention to ours."""
@@ -106,8 +108,8 @@ class Binding:
                 )
 
     def check_heads(self, kv_heads: int, head_dim: int) -> None:
-        """Refuses keys of another model, or with more heads than a rank's share. Fewer heads are fine where they divide (tensor
-        parallelism, on a cache that knows the config alone), and latent attention (MLA) has key dimensions of its own."""
+        """Refuses keys of another model, with more heads than a rank's share, or with a share that the cache does not know of.
+        Fewer heads are fine otherwise (layers may differ), and latent attention (MLA) has key dimensions of its own."""
         latent = getattr(self.config, "kv_lora_rank", None) is not None
         if self.head_dim and head_dim != self.head_dim and not latent:
             raise UnsupportedOperationError(
@@ -119,6 +121,11 @@ class Binding:
             where = f" on each of {self.ranks.size} ranks" if self.ranks.size > 1 else ""
             raise UnsupportedOperationError(
                 f"this cache was made for a model with {self.kv_heads} key/value heads, got keys with {kv_heads}{where}."
+            )
+        if self.of_config and everywhere < self.kv_heads and several_processes():
+            raise UnsupportedOperationError(
+                f"this cache was made from a config, with {self.kv_heads} key/value heads, and got keys with {kv_heads}: the model seems "
+                "to be divided among processes, whose heads may have to decide together. Construct the cache on the model itself."
             )
 
     def fingerprint(self) -> dict:

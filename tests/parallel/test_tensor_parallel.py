@@ -122,6 +122,11 @@ def test_saved_by_every_rank(found):
     assert sorted(path.name for path in (found[2] / "saved").glob("rank-*")) == ["rank-0-of-2", "rank-1-of-2"]
 
 
+def test_a_config_does_not_tell_of_ranks(found):
+    assert found[0]["from a config"] == ""
+    assert all("divided among processes" in rank["from a config"] for rank in found[1])
+
+
 def test_loading_on_another_number_of_ranks_is_refused(found, tmp_path):
     only = tmp_path / "saved"
     only.mkdir()

@@ -71,6 +71,15 @@ def saved(model, output: Path, new: int) -> dict:
     return {"kept": kept_in_all_layers(loaded) == kept_in_all_layers(cache), "refusal": refusal, "method": one.method}
 
 
+def refusal_of_a_config(model) -> str:
+    """What a cache says that was made from the config of a (divided) model."""
+    try:
+        run(kvsparse_hf.AdaKVCache(model.config, budget=12, window=4, kernel=3), model, 2)
+    except KVSparseError as error:
+        return str(error)
+    return ""
+
+
 def main(model: str, output: Path, dtype: str, new: str) -> None:
     torch.set_num_threads(1)
     torch.set_grad_enabled(False)
@@ -95,6 +104,7 @@ def main(model: str, output: Path, dtype: str, new: str) -> None:
     found["bytes"] = run(kvsparse_hf.SnapKVCache(loaded, budget="40KiB", window=4, kernel=3), loaded, new)
     found["kvzip, compressed"] = zipped(loaded)
     found["saved"] = saved(loaded, output, new)
+    found["from a config"] = refusal_of_a_config(loaded)
     torch.save(found, output / f"found-{RANK}-of-{RANKS}.pt")
 
 
