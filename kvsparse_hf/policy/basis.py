@@ -4,18 +4,6 @@ import torch
 from torch import Tensor
 
 
-def key_basis(keys: Tensor) -> tuple[Tensor, Tensor]:
-    """Principal components of each head's keys.
-
-    Args:
-        keys: `[H, n, D]`, n >= 1.
-
-    Returns:
-        basis `[H, D, D]` fp32, orthonormal columns, and their variances `[H, D]`, strongest first.
-    """
-    return components_of(key_covariance(keys))
-
-
 def key_covariance(keys: Tensor) -> Tensor:
     """`[H, D, D]` fp64 covariances of the keys `[H, n, D]` of each head, few as they may be.
 

@@ -18,7 +18,7 @@ from select_tools import (
 )
 
 from kvsparse_hf.layers.selectors.tokens import ChannelSelector, LowRankSelector, TokenSelector
-from kvsparse_hf.policy.basis import key_basis
+from kvsparse_hf.policy.basis import components_of, key_covariance
 from kvsparse_hf.policy.reading import merge_partials, top_ragged
 
 
@@ -83,12 +83,12 @@ def test_loki_ranks_by_leading_components():
 
 def test_basis_is_orthonormal_and_sorted():
     keys = torch.randn(2, 5000, 8) * torch.arange(8, 0, -1)
-    basis, variance = key_basis(keys)
+    basis, variance = components_of(key_covariance(keys))
     torch.testing.assert_close(basis.transpose(1, 2) @ basis, torch.eye(8).expand(2, 8, 8), atol=1e-5, rtol=0)
     assert bool((variance.diff(dim=-1) <= 0).all())
     turned = (keys - keys.mean(1, keepdim=True)) @ basis
     torch.testing.assert_close(turned.square().mean(1), variance, rtol=1e-3, atol=1e-2)
-    assert key_basis(torch.ones(1, 1, 4))[0].isfinite().all()
+    assert components_of(key_covariance(torch.ones(1, 1, 4)))[0].isfinite().all()
 
 
 @pytest.mark.parametrize("channel_major", [False, True])
