@@ -4,6 +4,7 @@ import re
 from pathlib import Path
 
 import pytest
+import torch
 
 nbformat = pytest.importorskip("nbformat")
 EXAMPLES = Path(__file__).parents[1] / "examples"
@@ -71,6 +72,7 @@ def test_it_runs(name, tmp_path, monkeypatch):
         except KVSparseError as error:
             pytest.skip(str(error))
     monkeypatch.setenv("PYTHONPATH", str(EXAMPLES.parent), prepend=":")
+    monkeypatch.setenv("OMP_NUM_THREADS", str(torch.get_num_threads()))  # two at once with all cores each take ten times as long
     notebook = read(name)
     client.NotebookClient(notebook, timeout=600, resources={"metadata": {"path": str(tmp_path)}}).execute()
     errors = [output for cell in code(notebook) for output in cell.outputs if output.output_type == "error"]
