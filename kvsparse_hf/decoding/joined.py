@@ -92,8 +92,8 @@ def compile_products(module: fx.GraphModule, inputs: Sequence[Tensor], options: 
     taken inside, which is larger than the input it is taken of, is more than Inductor's tuning expects.
 
     Where our own kernel multiplies every one of a few rows, nothing is tuned: what is left for Inductor, norms and activations,
-    takes less time than its launch, and a choice by timing would be left to chance (norms of 8 rows on an H200: 2.2 µs by its
-    default, up to 14.9 tuned).
+    takes less time than its launch, and a choice by timing would be left to chance (norms of 8 rows on an H200: 2 to 3.5 µs by
+    its default, up to 14.9 tuned).
     """
     wholes: list[_Whole] = []
     if join and _all_few_rows(module.graph):
